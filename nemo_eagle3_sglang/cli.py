@@ -1,0 +1,155 @@
+"""Console script ``nemo-eagle3-sglang``: dispatch only, the work is in the modules it calls."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint
+from typing import Any, NoReturn
+
+import nemo_eagle3_sglang
+from nemo_eagle3_sglang.errors import ConfigError, did_you_mean
+from nemo_eagle3_sglang.training import launch
+
+PROGRAM = "nemo-eagle3-sglang"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand in ``argv`` (by default the process's arguments) and return the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not args.takes_overrides:
+        parser.error(f"{args.command} takes no {' '.join(rest)}")
+    return launch.exit_status(lambda: args.handler(args, rest))
+
+
+def build_parser() -> ArgumentParser:
+    """Build the parser; each subcommand sets ``handler(args, rest)`` and whether it takes overrides as ``rest``."""
+    parser = _Parser(
+        prog=PROGRAM,
+        description=nemo_eagle3_sglang.__doc__,
+        epilog=f"{PROGRAM} COMMAND --help shows each command with examples.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {nemo_eagle3_sglang.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    _add_train(commands)
+    _add_validate(commands)
+    _add_backends(commands)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "train",
+        "train a draft as CONFIG says, on a GPU or a CPU",
+        f"""\
+examples:
+  {PROGRAM} train recipes/llama_eagle3_sglang.yaml
+  {PROGRAM} train recipes/llama_eagle3_sglang.yaml --step_scheduler.max_steps=20 --recipe_args.seq_length=1024
+
+The same as `automodel CONFIG`, without AutoModel's launcher and without this package's start-up line.""",
+    )
+    _add_config(parser)
+    parser.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=int, metavar="N", help="processes; only 1 is supported so far"
+    )
+    parser.set_defaults(handler=_train, takes_overrides=True)
+
+
+def _add_validate(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "validate",
+        "check CONFIG without loading a model and print it with overrides applied",
+        f"""\
+examples:
+  {PROGRAM} validate recipes/llama_eagle3_sglang.yaml
+  {PROGRAM} validate recipes/llama_eagle3_sglang.yaml --recipe_args.target_model_backend=hf > resolved.yaml
+
+Exit status: 0 when CONFIG can be used, 2 when not, with the errors on stderr.""",
+    )
+    _add_config(parser)
+    parser.set_defaults(handler=_validate, takes_overrides=True)
+
+
+def _add_backends(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "backends",
+        "list the target backends that the installed distributions register",
+        f"""\
+example:
+  {PROGRAM} backends
+
+Choose one with recipe_args.target_model_backend. Read from the distributions' metadata; no engine is imported.""",
+    )
+    parser.set_defaults(handler=_backends, takes_overrides=False)
+
+
+def _train(args: Namespace, rest: list[str]) -> None:
+    from nemo_eagle3_sglang.config.load import parse_overrides
+
+    launch.run(args.config, parse_overrides(rest), nproc_per_node=args.nproc_per_node)
+
+
+def _validate(args: Namespace, rest: list[str]) -> None:
+    import yaml
+
+    from nemo_eagle3_sglang.config.load import load_config, parse_overrides
+
+    _, merged = load_config(args.config, parse_overrides(rest))
+    print(yaml.safe_dump(merged, sort_keys=False, allow_unicode=True), end="")
+
+
+def _backends(args: Namespace, rest: list[str]) -> None:
+    from nemo_eagle3_sglang.backends import GROUP, registered
+
+    entries = registered()
+    if not entries:
+        raise ConfigError(f"no installed distribution registers a backend under {GROUP}; reinstall {PROGRAM}.")
+    rows = [(name, _distribution(entries[name]), entries[name].value) for name in sorted(entries)]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, distribution, value in rows:
+        print(f"{name:<{widths[0]}}  {distribution:<{widths[1]}}  {value}")
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "(unknown distribution)"
+
+
+def _add_command(commands: Any, name: str, summary: str, epilog: str) -> ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=epilog,
+        formatter_class=RawDescriptionHelpFormatter,
+        # An override such as --n=1 must not be taken for --nproc-per-node.
+        allow_abbrev=False,
+    )
+
+
+def _add_config(parser: ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file; --key.sub=value overrides one of its keys")
+
+
+class _Parser(ArgumentParser):
+    """Argparse whose answer to an unknown command names the nearest known one."""
+
+    def _check_value(self, action: Action, value: str) -> None:
+        if action.dest == "command" and value not in action.choices:
+            known = ", ".join(action.choices)
+            self.error(f"unknown command {value!r}{did_you_mean(value, action.choices)}; known: {known}")
+        super()._check_value(action, value)
+
+    def error(self, message: str) -> NoReturn:
+        """Print ``error: …`` in the form of every other error of this package and exit with status 2."""
+        self.exit(launch.CONFIG_ERROR_STATUS, f"error: {message}\nrun {self.prog} --help for usage\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

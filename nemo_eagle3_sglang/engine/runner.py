@@ -1,0 +1,185 @@
+"""SGLang's ``ModelRunner`` behind the :class:`~nemo_eagle3_sglang.contracts.TargetRunner` protocol."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from nemo_eagle3_sglang.contracts import BackendRequest, Head, HiddenStates, TargetInfo
+from nemo_eagle3_sglang.engine import versions
+from nemo_eagle3_sglang.engine.batch import Capacity, capacity, forward_batch, plan
+from nemo_eagle3_sglang.engine.capture import Capture
+from nemo_eagle3_sglang.engine.server_args import build_server_args
+from nemo_eagle3_sglang.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+CALIBRATION_TOKENS = 16
+
+
+class SGLangRunner:
+    """The frozen target in this process; at most one at a time, since SGLang's state is global.
+
+    Built by :meth:`build`. Works inside an initialised ``torch.distributed`` group of one process, which it leaves
+    as it was, and without one.
+    """
+
+    def __init__(self, model_runner: ModelRunner, dtype: torch.dtype, owns_group: bool) -> None:
+        config = model_runner.model_config.hf_text_config
+        self._model_runner: ModelRunner | None = model_runner
+        self._owns_group = owns_group
+        self.info = TargetInfo(config.num_hidden_layers, config.hidden_size, config.vocab_size)
+        self.device = torch.device(model_runner.device, model_runner.gpu_id if model_runner.device == "cuda" else None)
+        self.dtype = dtype
+        self.capacity: Capacity = capacity(model_runner)
+        self.max_sequence_length = self.capacity.sequence
+        self._max_tokens = int(model_runner.server_args.max_prefill_tokens)
+        self._capture = Capture(model_runner.model, self.info.num_hidden_layers, self.info.vocab_size)
+
+    @classmethod
+    def build(cls, request: BackendRequest) -> SGLangRunner:
+        """Load the target, allocate its KV pool, tap it and calibrate the capture.
+
+        Raises:
+            ConfigError: Versions, options or sizes that cannot work; the message names the YAML key.
+            CaptureError: The model's hidden states cannot be captured with certainty.
+        """
+        versions.check_installed()
+        _check_group()
+        server_args = build_server_args(request)
+        logging.getLogger("sglang").setLevel(server_args.log_level.upper())
+        owns_group = not dist.is_initialized()
+        gpu_id = request.device.index or 0
+        try:
+            with versions.build_environment(request.device):
+                model_runner = versions.construct(server_args, gpu_id)
+            runner = cls(model_runner, request.dtype, owns_group)
+        except BaseException:
+            versions.release_groups(owns_group)
+            raise
+        try:
+            runner._check_length(request)
+            runner._calibrate()
+        except BaseException:
+            runner.close()
+            raise
+        logger.info(runner.describe())
+        return runner
+
+    def describe(self) -> str:
+        """Return one line for the log: model, KV pool, memory."""
+        line = (
+            f"SGLang target: {type(self._runner().model).__name__}, {self.info.num_hidden_layers} layers, "
+            f"KV pool {self.capacity.tokens} tokens, {self._max_tokens} tokens a forward"
+        )
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            line += f", {(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB in use"
+        return line
+
+    def set_aux_layers(self, aux_layer_ids: Sequence[int]) -> None:
+        """See :meth:`TargetRunner.set_aux_layers`."""
+        self._capture.set_layers(aux_layer_ids)
+
+    @torch.no_grad()
+    def forward(self, tokens: torch.Tensor, lengths: Sequence[int]) -> HiddenStates:
+        """See :meth:`TargetRunner.forward`. Runs in as many forwards as the KV pool and ``max_prefill_tokens`` ask.
+
+        Raises:
+            ValueError: An empty sequence, lengths that do not sum to the tokens, or a sequence that no forward takes.
+        """
+        lengths = list(lengths)
+        self._check_sequences(tokens, lengths)
+        groups = plan(lengths, self.capacity, self._max_tokens)
+        sizes = [lengths[g.start : g.stop] for g in groups]
+        parts = tokens.to(self.device).split([sum(s) for s in sizes])
+        states = [self._forward(part, size) for part, size in zip(parts, sizes, strict=True)]
+        if len(states) == 1:
+            return states[0]
+        return HiddenStates(aux=torch.cat([s.aux for s in states]), last=torch.cat([s.last for s in states]))
+
+    def _forward(self, tokens: torch.Tensor, lengths: list[int]) -> HiddenStates:
+        runner = self._runner()
+        with forward_batch(runner, tokens, lengths) as batch:
+            states = self._capture.run(lambda: runner.forward(batch))
+        return HiddenStates(aux=states.aux.to(self.dtype), last=states.last)
+
+    def _check_sequences(self, tokens: torch.Tensor, lengths: list[int]) -> None:
+        if tokens.dim() != 1 or not lengths or min(lengths) < 1 or sum(lengths) != tokens.shape[0]:
+            raise ValueError(f"tokens {tuple(tokens.shape)} must be the sequences one after another, lengths {lengths}")
+        if max(lengths) > self.max_sequence_length:
+            raise ValueError(
+                f"a sequence of {max(lengths)} tokens is longer than a forward takes ({self.max_sequence_length}); "
+                "raise recipe_args.sglang_args.max_total_tokens or mem_fraction_static"
+            )
+
+    def head(self) -> Head:
+        """See :meth:`TargetRunner.head`."""
+        return self._capture.head()
+
+    def input_embeddings(self) -> torch.Tensor:
+        """See :meth:`TargetRunner.input_embeddings`. SGLang pads the rows to a multiple of 64; they are cut off."""
+        return self._capture.text_model.embedding.weight.detach()[: self.info.vocab_size]
+
+    def free_slots(self) -> int:
+        """Return the KV slots that are free now; all of ``capacity.tokens`` between two forwards."""
+        return int(self._runner().token_to_kv_pool_allocator.available_size())
+
+    @torch.no_grad()
+    def _calibrate(self) -> None:
+        count = min(CALIBRATION_TOKENS, self.max_sequence_length)
+        # Spread over the vocabulary: any ids do, as long as the states differ between tokens.
+        tokens = torch.arange(count, device=self.device) * (self.info.vocab_size // count)
+        runner = self._runner()
+        with forward_batch(runner, tokens, [count]) as batch:
+            self._capture.calibrate(lambda: runner.forward(batch))
+
+    def _check_length(self, request: BackendRequest) -> None:
+        if request.seq_length > self.max_sequence_length:
+            pool, context = self.capacity.tokens, self._runner().req_to_token_pool.req_to_token.shape[1]
+            raise ConfigError(
+                f"recipe_args.seq_length: {request.seq_length} is longer than the target takes: "
+                + (
+                    f"its KV pool holds {pool} tokens; raise recipe_args.sglang_args.mem_fraction_static "
+                    "(or max_total_tokens where the YAML sets it)"
+                    if pool < request.seq_length
+                    else f"its context is {context} tokens; lower seq_length or raise sglang_args.context_length"
+                )
+            )
+
+    def close(self) -> None:
+        """Free the model, its KV pool and SGLang's process groups; another runner can then be built.
+
+        The default process group survives if it was there before.
+        """
+        if self._model_runner is None:
+            return
+        self._capture.close()
+        del self._capture.text_model
+        self._model_runner = None
+        versions.release_groups(self._owns_group)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _runner(self) -> ModelRunner:
+        if self._model_runner is None:
+            raise RuntimeError("this SGLang runner has been closed")
+        return self._model_runner
+
+
+def _check_group() -> None:
+    """Refuse what ``initialize_model_parallel`` would: it wants a default group of tp * pp processes."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"target_model_backend: sglang runs in one process, this job has {dist.get_world_size()}; "
+            "start it with --nproc-per-node 1"
+        )

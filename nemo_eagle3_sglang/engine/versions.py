@@ -1,0 +1,150 @@
+"""Every difference between sglang releases, and every internal of sglang that this package touches.
+
+Public in the sense of sglang's own entry points: ``ServerArgs``, ``PortArgs``, ``ModelConfig``, ``ModelRunner``,
+``ForwardBatch``. Everything else is named here, one function each, with the releases it was seen working in. A new
+release is supported when ``tests/engine`` passes with it; nothing outside this module asks for a version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from nemo_eagle3_sglang.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+SUPPORTED = SpecifierSet(">=0.5.16,<0.5.18")
+WORKING_PAIR = "nemo-automodel 0.6.0 with sglang 0.5.17 (torch 2.11.0, transformers 5.12.1)"
+INSTALL = "pip install 'nemo-eagle3-sglang[all]'"
+
+# Libraries whose version changes sglang's numbers without any error (sglang 0.5.9 beside transformers 5.12.1 gave
+# wrong Qwen3 states), or whose kernels are built against one release.
+PINNED_BY_SGLANG = ("torch", "transformers")
+
+
+def check_installed() -> None:
+    """Raise ``ConfigError`` that names the versions found and the pair that works.
+
+    Reads package metadata only.
+    """
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"target_model_backend: sglang needs sglang, which is not installed. {INSTALL} brings {WORKING_PAIR}."
+        ) from None
+    if not SUPPORTED.contains(version, prereleases=True):
+        raise ConfigError(
+            f"sglang {version} is installed; this version of nemo-eagle3-sglang works with {SUPPORTED} only. "
+            f"Install {WORKING_PAIR}: {INSTALL}"
+        )
+    for requirement in _pins():
+        found = metadata.version(requirement.name)
+        if not requirement.specifier.contains(found, prereleases=True):
+            raise ConfigError(
+                f"sglang {version} requires {requirement}, but {requirement.name} {found} is installed; hidden states "
+                f"could be silently wrong. Install {WORKING_PAIR}: {INSTALL}"
+            )
+
+
+def _pins() -> list[Requirement]:
+    """Return sglang's own requirements on the libraries that must match."""
+    requirements = (Requirement(line) for line in metadata.requires("sglang") or [])
+    return [r for r in requirements if r.name in PINNED_BY_SGLANG and (r.marker is None or r.marker.evaluate())]
+
+
+@functools.cache
+def server_arg_names() -> frozenset[str]:
+    """Return the field names of ``ServerArgs`` (0.5.16, 0.5.17: a dataclass)."""
+    from sglang.srt.server_args import ServerArgs
+
+    return frozenset(f.name for f in dataclasses.fields(ServerArgs) if f.init)
+
+
+def construct(server_args: ServerArgs, gpu_id: int) -> ModelRunner:
+    """Build a ``ModelRunner`` for one process and allocate its KV pool; no CUDA graphs are captured.
+
+    0.5.16, 0.5.17: parallel sizes come as ``ps``, and pools and attention backends are built after the constructor.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import PortArgs
+
+    model_runner = ModelRunner(
+        model_config=ModelConfig.from_server_args(server_args),
+        mem_fraction_static=server_args.mem_fraction_static,
+        gpu_id=gpu_id,
+        ps=ParallelState.trivial(),
+        nccl_port=PortArgs.init_new(server_args).nccl_port,
+        server_args=server_args,
+    )
+    model_runner.alloc_memory_pool()
+    model_runner.init_attention_backends()
+    # Graphs are disabled by server_args, but this call also sets the eager runner up.
+    model_runner.init_cuda_graphs()
+    return model_runner
+
+
+@contextlib.contextmanager
+def build_environment(device: torch.device) -> Iterator[None]:
+    """Hold what building a runner changes in this process, and put it back.
+
+    Two things, both seen in 0.5.16 and 0.5.17: ``ModelRunner.load_model`` calls ``torch.set_num_threads(1)`` on a
+    GPU, which would slow the trainer's data path; and ``RotaryEmbedding.__init__`` imports vLLM's kernels on a host
+    without CUDA unless its module-level ``_is_cpu`` is true. That flag is read in the constructor alone.
+    """
+    from sglang.srt.layers.rotary_embedding import base as rotary
+
+    threads, is_cpu = torch.get_num_threads(), rotary._is_cpu
+    if device.type == "cpu":
+        rotary._is_cpu = True
+    try:
+        yield
+    finally:
+        rotary._is_cpu = is_cpu
+        torch.set_num_threads(threads)
+
+
+def release_groups(owned: bool) -> None:
+    """Destroy sglang's process groups, and the default group only where sglang made it (``owned``).
+
+    ``destroy_distributed_environment`` would also destroy a default group that belongs to the trainer, so its
+    world-group half is done here (0.5.16, 0.5.17: the module global ``_WORLD``).
+    """
+    from sglang.srt.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if owned:
+        parallel_state.destroy_distributed_environment()
+    elif parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+
+
+def make_forward_batch(**fields: Any) -> ForwardBatch:
+    """Build a ``ForwardBatch`` from the fields that this release has (they come and go between releases)."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    return ForwardBatch(**{k: v for k, v in fields.items() if k in ForwardBatch.__dataclass_fields__})
+
+
+def project(processor: torch.nn.Module, hidden: torch.Tensor, lm_head: torch.nn.Module) -> torch.Tensor:
+    """Apply ``lm_head`` as the model's own ``LogitsProcessor`` does, quantised or not (0.5.16, 0.5.17).
+
+    Returns:
+        ``[n, rows of lm_head]`` before scale, trim and soft cap.
+    """
+    return processor._compute_lm_head(hidden, lm_head)

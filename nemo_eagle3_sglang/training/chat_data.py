@@ -1,0 +1,96 @@
+"""Checks of a chat data set on disk, line by line, before a run starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from nemo_eagle3_sglang.errors import ConfigError
+
+# Columns that AutoModel's ChatDataset reads: OpenAI's and ShareGPT's.
+COLUMNS = ("messages", "conversations")
+JSON_LINES = (".jsonl", ".ndjson")
+
+
+def local_files(key: str, paths: str | Sequence[str]) -> list[Path]:
+    """Return the local JSON files of a data path; an empty list for a hub id or a folder of Parquet files.
+
+    Args:
+        key: YAML key, for the error.
+        paths: What the YAML gives.
+
+    Raises:
+        ConfigError: A local path that is not there, or a folder without Parquet files.
+    """
+    names = [paths] if isinstance(paths, str) else list(paths)
+    files = []
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            if not any(path.glob("*.parquet")):
+                raise ConfigError(f"{key}: {name} is a folder without .parquet files; give the .jsonl files themselves")
+        elif path.is_file():
+            files += [] if path.suffix == ".parquet" else [path]
+        elif not _may_be_hub_id(name):
+            raise ConfigError(f"{key}: {name} does not exist")
+    return files
+
+
+def _may_be_hub_id(name: str) -> bool:
+    """Return whether ``name`` reads as ``owner/dataset``, as AutoModel decides it for paths that do not exist."""
+    return name.count("/") == 1 and all(name.split("/")) and not name.startswith((".", "/", "~"))
+
+
+def check_files(key: str, files: Sequence[Path]) -> None:
+    """Check every row of the files.
+
+    Raises:
+        ConfigError: An empty file, a line that is not JSON, or a row without messages; the line is named.
+    """
+    for path in files:
+        count = 0
+        for line, row in rows(key, path):
+            count += 1
+            if not isinstance(row, dict) or not any(isinstance(row.get(c), list) and row[c] for c in COLUMNS):
+                raise ConfigError(
+                    f"{key}: {path} line {line} has no list of messages; each row is "
+                    '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
+                )
+        if not count:
+            raise ConfigError(f"{key}: {path} is empty")
+
+
+def rows(key: str, path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield ``(line number, row)`` of a JSON-lines file, or ``(index, row)`` of a JSON file.
+
+    Raises:
+        ConfigError: Not JSON, with the line; not UTF-8.
+    """
+    try:
+        if path.suffix.lower() not in JSON_LINES:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            yield from enumerate(data if isinstance(data, list) else [data], start=1)
+            return
+        with path.open(encoding="utf-8") as source:
+            for number, text in enumerate(source, start=1):
+                if text.strip():
+                    yield number, _parse(key, path, number, text)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{key}: {path} is not UTF-8 text: {error.reason}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{key}: {path} line {error.lineno} is not JSON: {error.msg}") from error
+
+
+def _parse(key: str, path: Path, number: int, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{key}: {path} line {number} is not JSON: {error.msg} (column {error.colno})") from error
+
+
+def sample(key: str, files: Sequence[Path], count: int) -> list[dict[str, Any]]:
+    """Return the first ``count`` rows over all files."""
+    return [row for _, row in islice((pair for path in files for pair in rows(key, path)), count)]

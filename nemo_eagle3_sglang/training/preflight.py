@@ -1,0 +1,115 @@
+"""Everything that can be refused before any weights load: nothing is written until all of it holds.
+
+Each check raises :class:`~nemo_eagle3_sglang.errors.ConfigError` with the YAML key, its value and what to write.
+What needs AutoModel's code (draft registry, chat rendering) is in ``recipe.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from nemo_eagle3_sglang.config.schema import RecipeArgs
+from nemo_eagle3_sglang.errors import ConfigError
+from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
+
+
+def check_world(backend: str) -> None:
+    """Refuse a job of several processes."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise ConfigError(
+            f"target_model_backend: {backend} trains in one process, this job has WORLD_SIZE={world}; "
+            "start it with --nproc-per-node 1"
+        )
+
+
+def check_device(wanted: str) -> torch.device:
+    """Return the device that the recipe will train on.
+
+    Args:
+        wanted: ``auto``, ``cuda`` or ``cpu``.
+
+    Raises:
+        ConfigError: CUDA was asked for and torch has none, or a GPU is there that this torch cannot use.
+    """
+    usable, present = torch.cuda.is_available(), _gpu_present()
+    if wanted == "cpu" and usable:
+        raise ConfigError(
+            "recipe_args.device: 'cpu' on a host with GPUs: AutoModel would still take one; "
+            "hide them with CUDA_VISIBLE_DEVICES= (empty) in the environment"
+        )
+    if not usable and (wanted == "cuda" or (wanted == "auto" and present)):
+        raise ConfigError(f"recipe_args.device: {wanted!r} needs a CUDA device, but {_cuda_problem(present)}")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if usable else torch.device("cpu")
+
+
+def _gpu_present() -> bool:
+    """Return whether the host has an NVIDIA GPU that was not hidden on purpose."""
+    return Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
+
+
+def _cuda_problem(present: bool) -> str:
+    build = torch.version.cuda
+    if build is None:
+        return f"torch {torch.__version__} is built without CUDA; install the CUDA build that sglang pins"
+    if present:
+        return (
+            f"torch {torch.__version__} (CUDA {build}) cannot use the one in this host; the NVIDIA driver is likely "
+            f"older than CUDA {build} needs: update it"
+        )
+    return (
+        f"torch {torch.__version__} (CUDA {build}) sees none; "
+        "a small model can be trained on a CPU with --recipe_args.device=cpu"
+    )
+
+
+def load_target_config(args: RecipeArgs) -> PretrainedConfig:
+    """Load the target's config.json from a folder or the hub."""
+    target = args.target_model_name_or_path
+    if Path(target).is_dir() and not (Path(target) / "config.json").is_file():
+        raise ConfigError(f"recipe_args.target_model_name_or_path: {target} holds no config.json")
+    try:
+        return AutoConfig.from_pretrained(target, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"recipe_args.target_model_name_or_path: {target!r} cannot be read: {error}") from error
+
+
+def check_target(args: RecipeArgs, config: PretrainedConfig) -> list[int]:
+    """Check the recipe against the target's config and return the aux ids.
+
+    Raises:
+        ConfigError: No dtype in the config, aux ids, sequence length or draft vocabulary that the target cannot have.
+    """
+    text, target = config.get_text_config(), args.target_model_name_or_path
+    if (getattr(text, "dtype", None) or getattr(config, "dtype", None)) is None:
+        raise ConfigError(
+            f'{target}: config.json names no dtype, and the draft takes its own from it; add "dtype": "bfloat16" '
+            "(or what the weights are in)"
+        )
+    context = getattr(text, "max_position_embeddings", None)
+    if context is not None and args.seq_length > context:
+        raise ConfigError(
+            f"recipe_args.seq_length: {args.seq_length} is longer than the target's context of {context} tokens "
+            f"(max_position_embeddings); write at most {context}"
+        )
+    if args.draft_vocab_size is not None and args.draft_vocab_size > text.vocab_size:
+        raise ConfigError(
+            f"recipe_args.draft_vocab_size: {args.draft_vocab_size} is larger than the target's vocabulary of "
+            f"{text.vocab_size}; write at most that, or null for all of it"
+        )
+    return resolve_aux_layer_ids(args.aux_layer_ids, text.num_hidden_layers)
+
+
+def check_output_dir(path: str) -> None:
+    """Make the output folder and prove that a file can be written there; leaves no file behind."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(f"recipe_args.output_dir: {path} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,234 @@
+"""The EAGLE-3 recipe of AutoModel with its target behind the backend registry; the only importer of nemo_automodel.
+
+Everything that trains (draft model, optimizer, schedule, data, checkpoints, logging) is AutoModel's
+``TrainEagle3Recipe``. Overridden here: checks before any weights load, where the target comes from, the draft's
+config.json, and what the run reports. Least coupling was the rule: five methods, no copy of the training loop.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from nemo_automodel._transformers.auto_tokenizer import NeMoAutoTokenizer
+from nemo_automodel.components.checkpoint.utils import find_latest_checkpoint
+from nemo_automodel.components.config.loader import ConfigNode
+from nemo_automodel.components.datasets.llm.chat_dataset import ChatDataset
+from nemo_automodel.components.speculative.eagle.registry import resolve_eagle3_draft_spec
+from nemo_automodel.recipes.llm.train_eagle3 import TrainEagle3Recipe
+
+from nemo_eagle3_sglang import backends
+from nemo_eagle3_sglang.config.load import validate
+from nemo_eagle3_sglang.config.schema import Config, RecipeArgs
+from nemo_eagle3_sglang.contracts import BackendRequest
+from nemo_eagle3_sglang.errors import ConfigError
+from nemo_eagle3_sglang.supervision.backend import RunnerBackend
+from nemo_eagle3_sglang.training import chat_data, preflight
+from nemo_eagle3_sglang.training.export import make_servable, serve_command
+from nemo_eagle3_sglang.training.meter import RunMeter
+
+logger = logging.getLogger(__name__)
+
+# Rows rendered before the run to see whether the assistant mask marks anything.
+MASK_SAMPLE = 32
+
+
+class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
+    """AutoModel's EAGLE-3 recipe over any registered target backend.
+
+    Backends that AutoModel builds itself (``colocated``, ``vllm``, ``remote``) go its own way, with the same checks
+    and the same reports.
+    """
+
+    def setup(self) -> None:
+        """Check everything, then build target, draft, data, optimizer and checkpointer.
+
+        Raises:
+            ConfigError: Whatever the user can mend; raised before any weights load and before anything is written.
+        """
+        config = validate(self.cfg.to_dict())
+        self._backend = config.recipe_args.target_model_backend
+        self.target_wrapper = None
+        check_run(config)
+        self.meter = RunMeter(Path(config.recipe_args.output_dir) / "metrics.jsonl")
+        try:
+            super().setup()
+        except BaseException:
+            if self.target_wrapper is not None:
+                self.target_wrapper.close()
+            raise
+        if self.target_wrapper is not None and not config.recipe_args.parallel_drafting:
+            make_servable(self.draft_model.config, self.target_wrapper.aux_layer_ids)
+
+    def _setup_online_target(self, recipe_cfg: ConfigNode, target_path: str, draft_base_config: Any) -> Any:
+        """Lead a registered backend to :meth:`_setup_sglang_target`.
+
+        AutoModel checks the name against its own four first; under the name ``sglang`` it calls the one method that
+        is overridden here. Only this view of the configuration says so, not what is saved with the checkpoint.
+        """
+        if backends.is_registered(self._backend):
+            recipe_cfg = ConfigNode({**recipe_cfg.to_dict(), "target_model_backend": "sglang"})
+        return super()._setup_online_target(recipe_cfg, target_path, draft_base_config)
+
+    def _setup_sglang_target(self, recipe_cfg: ConfigNode, target_path: str) -> None:
+        """Build the selected backend's runner and put the supervision contract over it."""
+        request = backend_request(
+            validate(self.cfg.to_dict()).recipe_args, torch.device(self.device), dtype=self.compute_dtype
+        )
+        self.target_model = None
+        runner = backends.load(self._backend)(request)
+        self.target_wrapper = RunnerBackend(runner, recipe_cfg.get("aux_layer_ids", None))
+
+    def _forward_batch(self, batch: dict[str, torch.Tensor], target_batch: Any = None) -> Any:
+        """Count the real tokens while the batch is still on the host, where it costs no synchronisation."""
+        if self.trainer_module.training:
+            self.meter.count(int(batch["attention_mask"].sum()))
+        return super()._forward_batch(batch, target_batch)
+
+    def _make_progress_bar(self, total: int | None = None, initial: int = 0) -> Any:
+        """Keep AutoModel's bar, so that tokens/s and the accept length can be shown on it."""
+        self.meter.bar = super()._make_progress_bar(total=total, initial=initial)
+        self.meter.restart()
+        return self.meter.bar
+
+    def _wandb_log(self, data: dict[str, Any], step: int) -> None:
+        """Take every log point (AutoModel calls this on rank 0 whether W&B is on or not)."""
+        super()._wandb_log(self.meter.log(data, step), step)
+
+    def run_train_validation_loop(self) -> None:
+        """Train, then say what came out, where it is and how to serve it."""
+        super().run_train_validation_loop()
+        if self.dist_env.is_main:
+            self._report()
+
+    def _report(self) -> None:
+        if summary := self.meter.summary():
+            print(f"\nTrained: {summary}")
+        if not self.checkpoint_config.enabled:
+            return
+        latest = find_latest_checkpoint(self.checkpoint_config.checkpoint_dir)
+        draft = Path(str(latest)) / "model" / "consolidated" if latest else None
+        if draft is not None and draft.is_dir():
+            print(f"Draft: {draft}\nServe it:\n{serve_command(self.cfg.recipe_args.target_model_name_or_path, str(draft))}")
+        elif latest:
+            print(f"Checkpoint: {latest} (no consolidated export; set checkpoint.save_consolidated: true)")
+
+
+def backend_request(args: RecipeArgs, device: torch.device, dtype: torch.dtype) -> BackendRequest:
+    """Return what the selected backend's factory is given."""
+    return BackendRequest(
+        target=args.target_model_name_or_path,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=args.trust_remote_code,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        options=args.backend_args(),
+    )
+
+
+def check_run(config: Config) -> None:
+    """Run all checks, the cheap ones first and the one that writes (the output folder) last.
+
+    Raises:
+        ConfigError: See ``preflight.py``, ``chat_data.py`` and ``engine.check_request``.
+    """
+    args = config.recipe_args
+    ours = backends.is_registered(args.target_model_backend) and args.cached_target_path is None
+    if ours:
+        preflight.check_world(args.target_model_backend)
+        _check_features(args)
+    device = preflight.check_device(args.device)
+    target_config = preflight.load_target_config(args)
+    preflight.check_target(args, target_config)
+    try:
+        resolve_eagle3_draft_spec(target_config.architectures or [])
+    except ValueError as error:
+        raise ConfigError(f"recipe_args.target_model_name_or_path: {error}") from error
+    _check_data(args)
+    if ours:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        _check_backend(backend_request(args, device, dtype), args.target_model_backend)
+    preflight.check_output_dir(args.output_dir)
+
+
+def _check_features(args: RecipeArgs) -> None:
+    """Refuse what AutoModel would refuse after the target has been loaded."""
+    backend = args.target_model_backend
+    if args.packed_sequence_size > 0:
+        raise ConfigError(
+            f"recipe_args.packed_sequence_size: {args.packed_sequence_size} is not supported with "
+            f"target_model_backend: {backend} yet; write 0"
+        )
+    if args.parallel_drafting:
+        raise ConfigError(
+            f"recipe_args.parallel_drafting: true needs full logits, which target_model_backend: {backend} does not "
+            "give; write false, or target_model_backend: colocated"
+        )
+    if args.target_prefetch_depth > 0:
+        raise ConfigError(
+            f"recipe_args.target_prefetch_depth: {args.target_prefetch_depth} needs a remote target; write 0"
+        )
+
+
+def _check_backend(request: BackendRequest, backend: str) -> None:
+    """Ask the factory's module for its own checks, where it has a ``check_request``."""
+    factory = backends.load(backend)
+    module = __import__(factory.__module__, fromlist=["check_request"])
+    check = getattr(module, "check_request", None)
+    if check is not None:
+        check(request)
+
+
+def _check_data(args: RecipeArgs) -> None:
+    tokenizer = NeMoAutoTokenizer.from_pretrained(
+        args.target_model_name_or_path, trust_remote_code=args.trust_remote_code
+    )
+    for key, paths in (("train_data_path", args.train_data_path), ("val_data_path", args.val_data_path)):
+        if paths is None:
+            continue
+        files = chat_data.local_files(f"recipe_args.{key}", paths)
+        chat_data.check_files(f"recipe_args.{key}", files)
+        if files:
+            _check_mask(f"recipe_args.{key}", chat_data.sample(key, files, MASK_SAMPLE), tokenizer, args)
+
+
+def _check_mask(key: str, rows: list[Mapping[str, Any]], tokenizer: Any, args: RecipeArgs) -> None:
+    """Render a few rows as the training will, and refuse a mask that marks no token."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        dataset = ChatDataset(
+            str(path),
+            tokenizer=tokenizer,
+            seq_length=args.seq_length,
+            padding="do_not_pad",
+            truncation=True,
+            unshifted=True,
+            mask_reasoning_content=args.mask_reasoning_content,
+        )
+        try:
+            marked = sum(sum(dataset[i]["loss_mask"]) for i in range(len(dataset)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{key}: a row cannot be rendered with the target's chat template: {error}") from error
+    if marked == 0:
+        template = str(tokenizer.chat_template)
+        cause = (
+            f"every prompt fills seq_length {args.seq_length}, or no row has an assistant turn"
+            if "generation" in template
+            else "the chat template marks no assistant text: put {% generation %} … {% endgeneration %} around it in "
+            f"{args.target_model_name_or_path}'s chat_template"
+        )
+        raise ConfigError(f"{key}: in the first {len(rows)} rows no token would be trained on; {cause}")
+
+
+def run_recipe(config: dict[str, Any]) -> None:
+    """Train with a configuration as a plain mapping (YAML and overrides merged)."""
+    recipe = TrainEagle3SGLangRecipe(ConfigNode(config))
+    recipe.setup()
+    recipe.run_train_validation_loop()

@@ -1,0 +1,147 @@
+"""Life of a runner: KV slots, splitting, failing, closing, the trainer's process group."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import tiny_models
+import torch
+import torch.distributed as dist
+
+from nemo_eagle3_sglang.engine.runner import SGLangRunner
+from nemo_eagle3_sglang.errors import CaptureError, ConfigError
+
+
+def tokens_of(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 500, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def test_life_of_a_runner(open_runner, monkeypatch):
+    runner = open_runner()
+    runner.set_aux_layers([1, 3, 4])
+    total = runner.capacity.tokens
+    assert runner.free_slots() == total
+
+    # All slots come back, also after an exception in the middle of the forward.
+    runner.forward(tokens_of(60), [10, 50])
+    assert runner.free_slots() == total
+    layer = runner._capture.text_model.layers[5]
+
+    def fail(*_args, **_kwargs):
+        raise RuntimeError("mid-forward")
+
+    handle = layer.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="mid-forward"):
+        runner.forward(tokens_of(60), [10, 50])
+    handle.remove()
+    assert runner.free_slots() == total
+    assert not runner._capture._states
+    expected = runner.forward(tokens_of(60), [10, 50])
+
+    # A micro-batch larger than a forward may be is split, with the same states.
+    monkeypatch.setattr(runner, "_max_tokens", 25)
+    calls = []
+    forward = runner._forward
+    monkeypatch.setattr(runner, "_forward", lambda *a: calls.append(a[1]) or forward(*a))
+    split = runner.forward(tokens_of(60), [10, 12, 3, 30, 5])
+    assert calls == [[10, 12, 3], [30], [5]]
+    monkeypatch.setattr(runner, "_max_tokens", 10_000)
+    whole = runner.forward(tokens_of(60), [10, 12, 3, 30, 5])
+    torch.testing.assert_close(split.aux, whole.aux, atol=1e-4, rtol=0)
+    torch.testing.assert_close(split.last, whole.last, atol=1e-4, rtol=0)
+    assert runner.free_slots() == total
+
+    # Ids chosen again replace the former ones; nothing stays hooked.
+    runner.set_aux_layers([0, 2, 6])
+    other = runner.forward(tokens_of(60), [10, 50])
+    assert not torch.equal(other.aux, expected.aux)
+    assert torch.equal(other.last, expected.last)
+    assert len(runner._capture._hooks) == 3
+
+    for tokens, lengths in (
+        (tokens_of(5), [4]),
+        (tokens_of(5), [5, 0]),
+        (tokens_of(4).view(2, 2), [4]),
+        (tokens_of(0), []),
+    ):
+        with pytest.raises(ValueError, match="one after another"):
+            runner.forward(tokens, lengths)
+    with pytest.raises(ValueError, match="max_total_tokens"):
+        runner.forward(tokens_of(600), [600])
+
+    # close() is final, can be repeated, and lets everything go.
+    model = weakref.ref(runner._model_runner.model)
+    runner.close()
+    runner.close()
+    gc.collect()
+    assert model() is None
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="closed"):
+        runner.forward(tokens_of(5), [5])
+
+    # A second runner of another model after close().
+    second = open_runner("qwen3")
+    second.set_aux_layers([1, 3, 4])
+    assert second.forward(tokens_of(5), [5]).aux.shape == (5, 192)
+
+
+def test_the_trainers_process_group_is_used_and_left_alone(open_runner):
+    threads = torch.get_num_threads()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        for _ in range(2):
+            runner = open_runner()
+            runner.set_aux_layers([1, 3, 4])
+            assert runner.forward(tokens_of(8), [8]).aux.shape == (8, 192)
+            runner.close()
+            assert dist.group.WORLD is group
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    assert torch.get_num_threads() == threads
+
+
+def test_tied_head_and_odd_vocabulary(open_runner):
+    runner = open_runner(tie_word_embeddings=True, vocab_size=333)
+    model = tiny_models.make_model("llama", tie_word_embeddings=True, vocab_size=333)
+    runner.set_aux_layers([1, 3, 4])
+    tokens = tokens_of(30) % 333
+    logits = runner.head()(runner.forward(tokens, [30]).last)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(tokens[None]).logits[0], atol=1e-3, rtol=0)
+    assert torch.equal(runner.input_embeddings(), model.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"seq_length": 4000}, "context is 51"),
+        ({"seq_length": 400, "options": {"max_total_tokens": 256}}, "KV pool holds 256 tokens.*max_total_tokens"),
+    ],
+)
+def test_rows_longer_than_the_target_takes(open_runner, request_, message):
+    with pytest.raises(ConfigError, match=message):
+        open_runner(request=request_)
+    # What failed has been taken down again.
+    assert not dist.is_initialized()
+    assert open_runner().free_slots() > 0
+
+
+def test_a_model_whose_stream_is_not_understood_is_refused(tmp_path, monkeypatch):
+    """A final hidden state that no candidate leads to: training on it would be training on junk."""
+    from sglang.srt.models import llama
+
+    forward = llama.LlamaModel.forward
+
+    def other(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        return output + torch.randn(output.shape, generator=torch.Generator().manual_seed(0)) * output.abs().mean()
+
+    monkeypatch.setattr(llama.LlamaModel, "forward", other)
+    folder = tiny_models.save_target(tmp_path / "target")
+    with pytest.raises(CaptureError, match="not understood"):
+        SGLangRunner.build(tiny_models.make_request(folder))
+    assert not dist.is_initialized()
