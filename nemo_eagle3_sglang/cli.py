@@ -91,17 +91,15 @@ Choose one with recipe_args.target_model_backend. Read from the distributions' m
 
 
 def _train(args: Namespace, rest: list[str]) -> None:
-    from nemo_eagle3_sglang.config.load import parse_overrides
-
-    launch.run(args.config, parse_overrides(rest), nproc_per_node=args.nproc_per_node)
+    launch.run(args.config, rest, nproc_per_node=args.nproc_per_node)
 
 
 def _validate(args: Namespace, rest: list[str]) -> None:
     import yaml
 
-    from nemo_eagle3_sglang.config.load import load_config, parse_overrides
+    from nemo_eagle3_sglang.config.load import load_config
 
-    _, merged = load_config(args.config, parse_overrides(rest))
+    _, merged = load_config(args.config, rest)
     print(yaml.safe_dump(merged, sort_keys=False, allow_unicode=True), end="")
 
 

@@ -57,12 +57,7 @@ def main(automodel_main: Callable[[], int | None]) -> int | None:
     command = parse_command(sys.argv[1:])
     if command is None or not is_ours(command):
         return automodel_main()
-
-    from nemo_eagle3_sglang.config.load import parse_overrides
-
-    return exit_status(
-        lambda: run(command.config, parse_overrides(command.overrides), nproc_per_node=command.nproc_per_node)
-    )
+    return exit_status(lambda: run(command.config, command.overrides, nproc_per_node=command.nproc_per_node))
 
 
 def run(config_path: str | Path, overrides: Sequence[str], nproc_per_node: int | None = None) -> None:
@@ -70,7 +65,7 @@ def run(config_path: str | Path, overrides: Sequence[str], nproc_per_node: int |
 
     Args:
         config_path: YAML file.
-        overrides: ``key.sub=value`` each; they win over the file.
+        overrides: Command-line arguments or ``key.sub=value`` each, as ``load_config`` takes them.
         nproc_per_node: Processes asked for; None when the user did not say.
 
     Raises:

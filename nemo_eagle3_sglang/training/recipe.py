@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,10 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
 
     def _setup_sglang_target(self, recipe_cfg: ConfigNode, target_path: str) -> None:
         """Build the selected backend's runner and put the supervision contract over it."""
-        request = backend_request(
-            validate(self.cfg.to_dict()).recipe_args, torch.device(self.device), dtype=self.compute_dtype
-        )
+        args = validate(self.cfg.to_dict()).recipe_args
+        request = backend_request(args, torch.device(self.device), dtype=self.compute_dtype)
         self.target_model = None
-        runner = backends.load(self._backend)(request)
-        self.target_wrapper = RunnerBackend(runner, recipe_cfg.get("aux_layer_ids", None))
+        self.target_wrapper = RunnerBackend(backends.load(self._backend)(request), servable_order(args.aux_layer_ids))
 
     def _forward_batch(self, batch: dict[str, torch.Tensor], target_batch: Any = None) -> Any:
         """Count the real tokens while the batch is still on the host, where it costs no synchronisation."""
@@ -128,8 +126,25 @@ def backend_request(args: RecipeArgs, device: torch.device, dtype: torch.dtype) 
         trust_remote_code=args.trust_remote_code,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
-        options=args.backend_args(),
+        options=args.backend_options(),
     )
+
+
+def servable_order(aux_layer_ids: Sequence[int] | None) -> list[int] | None:
+    """Return the aux ids ascending: SGLang captures in that order whatever the draft's config.json says.
+
+    The draft's input columns would otherwise be permuted when it is served, without any error.
+    """
+    if aux_layer_ids is None:
+        return None
+    ids = sorted(aux_layer_ids)
+    if ids != list(aux_layer_ids):
+        logger.warning(
+            "recipe_args.aux_layer_ids: %s are trained as %s, the order in which SGLang captures them when it serves",
+            list(aux_layer_ids),
+            ids,
+        )
+    return ids
 
 
 def check_run(config: Config) -> None:

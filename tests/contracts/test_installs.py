@@ -91,16 +91,17 @@ def source(tmp_path_factory):
 
 
 # The order of the two installations is mixed in: test_no_file_is_shared says why it cannot matter.
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("pip", "normal", "automodel first"),
-        ("pip", "editable", "automodel last"),
-        ("uv", "normal", "automodel last"),
-        ("uv", "editable", "automodel first"),
-    ],
-    ids=" ".join,
-)
+ENVIRONMENTS = [
+    ("pip", "normal", "automodel first"),
+    ("pip", "editable", "automodel last"),
+    ("uv", "normal", "automodel last"),
+    ("uv", "editable", "automodel first"),
+]
+# Every start of `automodel` imports torch, five seconds, so what does not depend on the installer is looked at once.
+once = pytest.mark.parametrize("environment", ENVIRONMENTS[-1:], indirect=True, ids=" ".join)
+
+
+@pytest.fixture(scope="module", params=ENVIRONMENTS, ids=" ".join)
 def environment(request, source, tmp_path_factory):
     installer, mode, order = request.param
     environment = Environment(tmp_path_factory.mktemp("environment"), installer)
@@ -129,21 +130,44 @@ FORMS = {
     "finetune llm -c ours": lambda configs: ["automodel", "finetune", "llm", "-c", configs["ours"]],
     "automodel ours": lambda configs: ["automodel", configs["ours"]],
     "automodel stock": lambda configs: ["automodel", configs["stock"]],
+}
+OTHER_FORMS = {
+    "am stock": lambda configs: ["am", configs["stock"]],
     "python -m stock": lambda configs: ["python", "-m", "nemo_automodel.cli.app", configs["stock"]],
     "own script": lambda configs: ["nemo-eagle3-sglang", "train", configs["ours"]],
 }
 
 
-# TO WIRE: run each form on a tiny target for a few steps and look for the checkpoint. Until then a request that only
-# our launcher refuses, and before any configuration is read, shows that the form arrives there.
+# A request that only our launcher refuses, and before it reads any configuration, shows that the form arrives there.
+# TO WIRE: a real training of a tiny target. One form in each environment is enough (four trainings, not twelve), since
+# what follows the launcher does not know by which form it was reached.
 @pytest.mark.parametrize("form", FORMS)
 def test_form_reaches_our_launcher(environment, configs, form):
-    done = environment.program(*FORMS[form](configs), "--nproc-per-node", "2", check=False)
+    refused_by_our_launcher(environment, FORMS[form](configs))
+
+
+@once
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_other_form_reaches_our_launcher(environment, configs, form):
+    refused_by_our_launcher(environment, OTHER_FORMS[form](configs))
+
+
+@once
+def test_torchrun_workers_reach_our_launcher(environment, configs):
+    app = ["--nproc-per-node", "2", "-m", "nemo_automodel.cli.app", configs["stock"]]
+    done = environment.program("python", "-m", "torch.distributed.run", "--standalone", *app, check=False)
+    assert done.returncode == 1
+    assert "error: WORLD_SIZE=2 in the environment" in done.stderr
+
+
+def refused_by_our_launcher(environment, command):
+    done = environment.program(*command, "--nproc-per-node", "2", check=False)
     assert done.returncode == 2, done.stderr
     assert "error: --nproc-per-node 2: several processes are not supported yet" in done.stderr
     assert "Traceback" not in done.stderr
 
 
+@once
 def test_switched_off_is_plain_automodel(environment, configs):
     done = environment.program("automodel", "finetune", "llm", "-c", configs["ours"], check=False, **{NO_HOOK: "1"})
     assert done.returncode == 1
@@ -151,11 +175,13 @@ def test_switched_off_is_plain_automodel(environment, configs):
     assert "nemo_eagle3_sglang" not in done.stderr
 
 
+@once
 def test_help_stays_automodels(environment):
     done = environment.program("automodel", "--help")
     assert "CLI for NeMo AutoModel recipes" in done.stdout
 
 
+@once
 def test_other_recipes_stay_automodels(environment, configs):
     done = environment.program("automodel", configs["other"], check=False)
     assert done.returncode == 1
@@ -188,7 +214,8 @@ def test_uninstalling_leaves_plain_automodel(source, tmp_path, installer):
     environment.install(AUTOMODEL)
     environment.uninstall("nemo-eagle3-sglang")
     assert not list(environment.packages.glob("*eagle3*"))
-    assert "CLI for NeMo AutoModel recipes" in environment.program("automodel", "--help").stdout
+    assert (environment.root / "bin/automodel").is_file()
+    assert (environment.packages / "nemo_automodel/cli/app.py").is_file()
 
 
 @pytest.mark.skipif(UV is None, reason="uv is not installed")

@@ -25,7 +25,7 @@ def test_train_passes_config_and_overrides_on(monkeypatch):
     calls = []
     monkeypatch.setattr(launch, "run", lambda *args, **kwargs: calls.append((args, kwargs)))
     assert cli.main(["train", "x.yaml", "--a.b=1", "--c.d", "2", "--n=3", "--nproc-per-node=1"]) == 0
-    assert calls == [(("x.yaml", ["a.b=1", "c.d=2", "n=3"]), {"nproc_per_node": 1})]
+    assert calls == [(("x.yaml", ["--a.b=1", "--c.d", "2", "--n=3"]), {"nproc_per_node": 1})]
 
 
 def test_train_reports_a_config_error(monkeypatch, capsys):
@@ -47,7 +47,7 @@ def test_validate_prints_the_resolved_config(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(load, "load_config", lambda path, overrides: seen.append((path, overrides)) or (None, resolved))
     assert cli.main(["validate", "x.yaml", "--a.b=1"]) == 0
-    assert seen == [("x.yaml", ["a.b=1"])]
+    assert seen == [("x.yaml", ["--a.b=1"])]
     printed = capsys.readouterr().out
     assert yaml.safe_load(printed) == resolved
     assert list(yaml.safe_load(printed)) == list(resolved)

@@ -55,9 +55,8 @@ class Environment:
         self.write(PTH.name, PTH.read_text())
         if ours is not None:
             # As an editable install does; the name sorts before the start-up line's. PyYAML comes from the running one.
-            self.write(
-                f"_editable_impl_{OURS}.pth", f"{ours}\n{Path(pytest.importorskip('yaml').__file__).parents[1]}\n"
-            )
+            running = [path for path in sys.path if path.endswith("site-packages")]
+            self.write(f"_editable_impl_{OURS}.pth", "\n".join([str(ours), *running]))
 
     def write(self, name: str, text: str) -> None:
         path = self.packages / name

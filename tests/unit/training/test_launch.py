@@ -120,7 +120,7 @@ def test_no_config_is_automodels(monkeypatch, argv):
 
 def test_overrides_reach_the_configuration(command, trained, tmp_path):
     command(OURS, "--recipe_args.seq_length=64", "--nproc-per-node", "1", "--a.b", "2")
-    assert trained == [{"path": str(tmp_path / "config.yaml"), "set": ["recipe_args.seq_length=64", "a.b=2"]}]
+    assert trained == [{"path": str(tmp_path / "config.yaml"), "set": ["--recipe_args.seq_length=64", "--a.b", "2"]}]
 
 
 @pytest.mark.parametrize("nproc", ["2", "8", "0", "-1"])

@@ -1,0 +1,89 @@
+"""The draft-vocabulary distribution: chunked, and never more than asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_eagle3_sglang.supervision import head as head_module
+from nemo_eagle3_sglang.supervision.head import draft_distribution
+
+HIDDEN, VOCAB = 6, 41
+
+
+class IntegerHead:
+    """A head of small whole numbers, so that no shape of GEMM can round differently; notes how it was called."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> None:
+        self.weight = torch.randint(-3, 4, (vocab, HIDDEN), generator=torch.Generator().manual_seed(1)).to(dtype)
+        self.rows: list[int] = []
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.rows.append(hidden.shape[0])
+        return hidden @ self.weight.T
+
+
+def states(positions: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randint(-3, 4, (positions, HIDDEN), generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def mapping(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:size]
+    return ids, torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)
+
+
+def reference(head: IntegerHead, hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = hidden @ head.weight.T
+    return torch.softmax(logits[:, ids].float(), dim=-1), torch.isin(logits.argmax(dim=-1), ids)
+
+
+@pytest.mark.parametrize("positions", [1, 2, 41, 401])
+@pytest.mark.parametrize("size", [1, 17, VOCAB])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_full_projection_bit_for_bit(monkeypatch, positions, size, dtype):
+    # 13 positions a chunk: the last chunk is a rest.
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", 13 * VOCAB * dtype.itemsize)
+    head, hidden, (ids, mask) = IntegerHead(dtype), states(positions, dtype), mapping(size)
+    probs, member = draft_distribution(head, hidden, ids, mask)
+    expected_probs, expected_member = reference(head, hidden, ids)
+    assert probs.dtype == torch.float32
+    assert torch.equal(probs, expected_probs)
+    assert torch.equal(member, expected_member)
+    assert head.rows == [13] * (positions // 13) + [positions % 13] * bool(positions % 13)
+
+
+def test_argmax_is_over_the_whole_vocabulary():
+    """Position 0's best token is outside the draft vocabulary, position 1's inside; the softmax is inside for both."""
+    logits = torch.tensor([[1.0, 9.0, 2.0, 0.0], [1.0, 0.0, 5.0, 0.0]])
+    ids = torch.tensor([2, 0])
+    mask = torch.tensor([True, False, True, False])
+    probs, member = draft_distribution(lambda hidden: hidden, logits, ids, mask)
+    assert member.tolist() == [False, True]
+    torch.testing.assert_close(probs, torch.softmax(logits[:, [2, 0]], dim=-1), atol=0, rtol=0)
+
+
+def test_one_position_at_a_time_when_a_row_is_larger_than_a_chunk(monkeypatch):
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", 1)
+    head = IntegerHead()
+    probs, _ = draft_distribution(head, states(3), *mapping(5))
+    assert head.rows == [1, 1, 1]
+    assert probs.shape == (3, 5)
+
+
+def test_a_chunk_fits_its_bytes():
+    """A vocabulary of 150,000 in fp32: 447 positions in 256 MiB."""
+    assert head_module.CHUNK_BYTES // (150_000 * 4) == 447
+
+
+def test_no_positions_no_projection():
+    head = IntegerHead()
+    probs, member = draft_distribution(head, states(0), *mapping(5))
+    assert probs.shape == (0, 5)
+    assert member.shape == (0,)
+    assert head.rows == []
+
+
+def test_a_head_of_another_vocabulary_is_refused():
+    """An engine that leaves its padding on (41 -> 64 rows) would give the argmax of a row that is no token."""
+    with pytest.raises(ValueError, match="head gives 64 logits, the vocabulary mapping was made for 41"):
+        draft_distribution(IntegerHead(vocab=64), states(2), *mapping(5))
