@@ -32,7 +32,7 @@ logger = logging.getLogger("regenerate_answers")
 SENTENCE_CHARS = 12
 # An answer loops when more than this share of its phrases of this many words stood in it before.
 PHRASE_WORDS = 4
-MAX_REPEATED_SHARE = 0.35
+MAX_REPEATED_SHARE = 0.3
 
 Messages = list[dict[str, str]]
 

@@ -49,7 +49,7 @@ def _add_train(commands: Any) -> None:
         f"""\
 examples:
   {PROGRAM} train recipes/llama_eagle3_sglang.yaml
-  {PROGRAM} train recipes/llama_eagle3_sglang.yaml --step_scheduler.max_steps=20 --recipe_args.seq_length=1024
+  {PROGRAM} train recipes/llama_eagle3_sglang.yaml --recipe_args.num_epochs=1 --recipe_args.seq_length=1024
 
 The same as `automodel CONFIG`, without AutoModel's launcher and without this package's start-up line.""",
     )

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
+if TYPE_CHECKING:
+    # For annotations only: the command line reads this module and must answer at once.
+    import torch
 
 NUM_AUX_LAYERS = 3
 
@@ -51,6 +53,19 @@ class HiddenStates:
     last: torch.Tensor
 
 
+@dataclass(frozen=True)
+class AuxPlan:
+    """Which layers are trained on, and which ids lead the serving engine to them.
+
+    Attributes:
+        trained: Layer ids in the order of the draft's input columns; id i is the output of layer i.
+        written: Ids for the draft's config.json, read by the serving engine's own rule.
+    """
+
+    trained: list[int]
+    written: list[int]
+
+
 @runtime_checkable
 class Head(Protocol):
     """The target's output head with everything its logits processor would have applied."""
@@ -64,7 +79,8 @@ class TargetRunner(Protocol):
     """The only seam between an inference engine and the supervision contract.
 
     A runner sees sequences, never padding: a batch is ``tokens`` ``[T]`` and the length of each sequence, and no
-    token attends to another sequence.
+    token attends to another sequence. A runner whose engine also serves drafts may have
+    ``plan_aux_layers(ids) -> AuxPlan``, which says what that engine would capture for them.
     """
 
     info: TargetInfo
@@ -108,6 +124,8 @@ class BackendRequest:
         trust_remote_code: Whether code shipped with the checkpoint may run.
         seq_length: Longest row of the training data, in tokens.
         micro_batch_size: Rows of one forward.
+        capture: ``serving`` or ``residual``; see ``recipe_args.capture``.
+        self_check: Whether the engine compares its states with what it would serve.
         options: The YAML's ``recipe_args.<backend>_args``.
     """
 
@@ -117,6 +135,8 @@ class BackendRequest:
     trust_remote_code: bool = False
     seq_length: int = 2048
     micro_batch_size: int = 1
+    capture: str = "serving"
+    self_check: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -7,11 +7,11 @@ once it is loaded, asks :func:`nemo_eagle3_sglang.training.launch.main` first. T
 this process and leaves every other to AutoModel. The form ``automodel finetune llm -c X.yaml`` of AutoModel before 0.4,
 which 0.6 reads as a file named "finetune", is turned into ``automodel X.yaml`` on the way.
 
-Why not ship a script named ``automodel``? AutoModel owns that name: of two distributions that install the same script,
-pip keeps the one installed last and uv kept AutoModel's each time, and uninstalling either removes it for both. Here no
-file of AutoModel's is touched, the order of installation does not matter, and uninstalling takes the line away.
+Why not ship a script named ``automodel``? AutoModel owns that name: when two distributions install the same file, the
+installer and the order decide which one stays (uv kept AutoModel's each time), and uninstalling one takes the other's.
+Here no file of AutoModel's is touched, the order of installation does not matter, and uninstalling takes the line away.
 
-Standard library only, and nothing is imported that Python has not already loaded by then.
+Standard library only: this runs before AutoModel's own imports, and argparse waits until there is something to parse.
 """
 
 from __future__ import annotations

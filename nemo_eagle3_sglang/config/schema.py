@@ -279,6 +279,11 @@ class RecipeArgs(Section):
     (``colocated``, ``remote``, ``vllm``)."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Where target and draft run; ``auto`` is the GPU if there is one. AutoModel does not read it."""
+    capture: Literal["serving", "residual"] = "serving"
+    """``serving``: train on what SGLang captures when it serves the draft, or refuse. ``residual``: on the residual
+    stream after each layer, whatever SGLang would capture."""
+    self_check: bool = True
+    """Compare, at start-up, the states trained on with what SGLang's own EAGLE-3 capture yields."""
     sglang_args: Args = Field(default_factory=dict)
     """SGLang ServerArgs; names are checked against the installed release."""
     vllm_args: Args = Field(default_factory=dict)

@@ -24,6 +24,7 @@ from torch import nn
 
 from nemo_eagle3_sglang.contracts import HiddenStates
 from nemo_eagle3_sglang.engine import versions
+from nemo_eagle3_sglang.engine.self_check import Observed, split_served
 from nemo_eagle3_sglang.errors import CaptureError
 
 # 1 - cos between the final norm of a candidate and the hidden state that the head is handed. Measured on some twenty
@@ -42,6 +43,7 @@ class Tap(nn.Module):
         # In a tuple, so that the processor is not a submodule any more and cannot be found and run.
         self._processor = (processor,)
         self.hidden: torch.Tensor | None = None
+        self.aux: Any = None
         self.lm_head: tuple[nn.Module, ...] = ()
 
     @property
@@ -49,11 +51,20 @@ class Tap(nn.Module):
         """The ``LogitsProcessor`` that was replaced."""
         return self._processor[0]
 
-    def forward(self, input_ids: Any, hidden_states: torch.Tensor, lm_head: nn.Module, *_: Any, **__: Any) -> Any:
-        """Keep ``hidden_states`` ``[T, H]`` and the head; return an output without logits."""
+    def forward(
+        self,
+        input_ids: Any,
+        hidden_states: torch.Tensor,
+        lm_head: nn.Module,
+        logits_metadata: Any,
+        aux_hidden_states: Any = None,
+        *_: Any,
+        **__: Any,
+    ) -> Any:
+        """Keep ``hidden_states`` ``[T, H]``, SGLang's own aux states and the head; return an output without logits."""
         from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-        self.hidden, self.lm_head = hidden_states, (lm_head,)
+        self.hidden, self.aux, self.lm_head = hidden_states, aux_hidden_states, (lm_head,)
         return LogitsProcessorOutput(next_token_logits=None)
 
 
@@ -146,6 +157,12 @@ class Head:
         self._scale: float | None = processor.logit_scale
         self._softcap: float | None = processor.final_logit_softcapping
 
+    @property
+    def rows(self) -> int:
+        """Rows that the head holds, padding included; V where its weight is packed and they cannot be counted."""
+        weight = getattr(self._lm_head, "weight", None)
+        return self._vocab_size if weight is None else weight.shape[0]
+
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[n, V]`` of ``hidden`` ``[n, H]``: projection, scale, trim, soft cap, in that order."""
         logits = versions.project(self._processor, hidden, self._lm_head)
@@ -209,7 +226,7 @@ class Capture:
     def _drop(self) -> None:
         self._states.clear()
         for tap in self._taps:
-            tap.hidden = None
+            tap.hidden = tap.aux = None
 
     def run(self, forward: Callable[[], Any]) -> HiddenStates:
         """Call ``forward`` once and return what passed the taps and hooks.
@@ -276,6 +293,23 @@ class Capture:
                 f"(1 - cos, at most {PARALLEL}: {readable}); this model's capture is not understood"
             )
         return min(distance, key=distance.__getitem__)[0]
+
+    def observe(self, forward: Callable[[], Any]) -> Observed:
+        """Call ``forward`` once with every layer hooked, and return what SGLang's own capture yields beside it.
+
+        The layers chosen by :meth:`set_layers` are hooked again afterwards. Meant for a few tokens.
+        """
+        chosen = self._aux_layer_ids
+        self.set_layers(range(len(self.text_model.layers)))
+        try:
+            with self._fresh():
+                forward()
+                tap = self._reached()
+                assert tap.hidden is not None
+                streams = [self._states[i] for i in self._aux_layer_ids]
+                return Observed(split_served(tap.aux, tap.hidden.shape[-1]), streams)
+        finally:
+            self.set_layers(chosen)
 
     def head(self) -> Head:
         """Return the output head that the calibrating forward was handed."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from nemo_eagle3_sglang.contracts import BackendRequest, Head, HiddenStates, TargetInfo
-from nemo_eagle3_sglang.engine import versions
+from nemo_eagle3_sglang.contracts import AuxPlan, BackendRequest, Head, HiddenStates, TargetInfo
+from nemo_eagle3_sglang.engine import self_check, versions
 from nemo_eagle3_sglang.engine.batch import Capacity, capacity, forward_batch, plan
 from nemo_eagle3_sglang.engine.capture import Capture
 from nemo_eagle3_sglang.engine.server_args import build_server_args
@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CALIBRATION_TOKENS = 16
+# Tokens of the forwards at start-up that decide and check the capture.
+PROBE_TOKENS = 16
+
+Result = TypeVar("Result")
 
 
 class SGLangRunner:
@@ -32,13 +35,14 @@ class SGLangRunner:
     as it was, and without one.
     """
 
-    def __init__(self, model_runner: ModelRunner, dtype: torch.dtype, owns_group: bool) -> None:
+    def __init__(self, model_runner: ModelRunner, request: BackendRequest, owns_group: bool) -> None:
         config = model_runner.model_config.hf_text_config
         self._model_runner: ModelRunner | None = model_runner
+        self._request = request
         self._owns_group = owns_group
         self.info = TargetInfo(config.num_hidden_layers, config.hidden_size, config.vocab_size)
         self.device = torch.device(model_runner.device, model_runner.gpu_id if model_runner.device == "cuda" else None)
-        self.dtype = dtype
+        self.dtype = request.dtype
         self.capacity: Capacity = capacity(model_runner)
         self.max_sequence_length = self.capacity.sequence
         self._max_tokens = int(model_runner.server_args.max_prefill_tokens)
@@ -61,13 +65,14 @@ class SGLangRunner:
         try:
             with versions.build_environment(request.device):
                 model_runner = versions.construct(server_args, gpu_id)
-            runner = cls(model_runner, request.dtype, owns_group)
+            runner = cls(model_runner, request, owns_group)
         except BaseException:
             versions.release_groups(owns_group)
             raise
         try:
             runner._check_length(request)
             runner._calibrate()
+            runner._check_rows()
         except BaseException:
             runner.close()
             raise
@@ -134,13 +139,44 @@ class SGLangRunner:
         return int(self._runner().token_to_kv_pool_allocator.available_size())
 
     @torch.no_grad()
+    def plan_aux_layers(self, aux_layer_ids: Sequence[int]) -> AuxPlan:
+        """Return which layers to train on and which ids to write, as ``recipe_args.capture`` asks.
+
+        With ``serving``, SGLang's own capture is run beside the hooks on a few tokens (see ``self_check.py``).
+
+        Raises:
+            ConfigError: SGLang cannot serve a draft with the states of these layers.
+        """
+        ids, model = list(aux_layer_ids), self._runner().model
+        if self._request.capture == "residual" or not self._request.self_check:
+            return AuxPlan(trained=ids, written=ids)
+        self_check.check_setter(model)
+
+        def observe(written: list[int]) -> self_check.Observed:
+            with self_check.serving_capture(model, written):
+                return self._probe(self._capture.observe)
+
+        return self_check.plan_aux_layers(ids, observe)
+
+    @torch.no_grad()
     def _calibrate(self) -> None:
-        count = min(CALIBRATION_TOKENS, self.max_sequence_length)
+        self._probe(self._capture.calibrate)
+
+    def _probe(self, use: Callable[[Callable[[], Any]], Result]) -> Result:
+        """Call ``use`` with a function that runs one forward over a few tokens."""
+        count = min(PROBE_TOKENS, self.max_sequence_length)
         # Spread over the vocabulary: any ids do, as long as the states differ between tokens.
         tokens = torch.arange(count, device=self.device) * (self.info.vocab_size // count)
         runner = self._runner()
         with forward_batch(runner, tokens, [count]) as batch:
-            self._capture.calibrate(lambda: runner.forward(batch))
+            return use(lambda: runner.forward(batch))
+
+    def _check_rows(self) -> None:
+        embedding, vocab = self._capture.text_model.embedding, self.info.vocab_size
+        self_check.check_rows(
+            "input embedding", embedding.weight.shape[0], vocab, getattr(embedding, "org_vocab_size", None)
+        )
+        self_check.check_rows("output head", self._capture.head().rows, vocab, None)
 
     def _check_length(self, request: BackendRequest) -> None:
         if request.seq_length > self.max_sequence_length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from transformers import PretrainedConfig
@@ -12,7 +13,7 @@ from nemo_eagle3_sglang.contracts import NUM_AUX_LAYERS
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
-def make_servable(config: PretrainedConfig, aux_layer_ids: Sequence[int]) -> None:
+def make_servable(config: PretrainedConfig, aux_layer_ids: Sequence[int], capture: str = "serving") -> None:
     """Change a draft's config in place to what SGLang's EAGLE-3 loader reads.
 
     AutoModel clones the target's config for the draft. SGLang would build as many draft layers as the target has
@@ -20,7 +21,9 @@ def make_servable(config: PretrainedConfig, aux_layer_ids: Sequence[int]) -> Non
 
     Args:
         config: Config of a draft with one decoder layer.
-        aux_layer_ids: The ids trained on, in the order of the draft's input columns.
+        aux_layer_ids: The ids that lead the serving engine to the states trained on, in the order of the draft's
+            input columns.
+        capture: ``serving`` (the ids are SGLang's), or ``residual`` (id i is the output of decoder layer i).
     """
     config.architectures = [ARCHITECTURE]
     config.num_hidden_layers = 1
@@ -31,13 +34,14 @@ def make_servable(config: PretrainedConfig, aux_layer_ids: Sequence[int]) -> Non
     config.eagle_config = {
         "eagle_aux_hidden_state_layer_ids": list(aux_layer_ids),
         "use_aux_hidden_state": True,
+        "capture": capture,
     }
 
 
 def serve_command(target: str, draft: str) -> str:
     """Return the shell command that serves ``target`` with the draft folder ``draft`` in SGLang."""
     return (
-        f"python -m sglang.launch_server --model-path {target} \\\n"
-        f"    --speculative-algorithm EAGLE3 --speculative-draft-model-path {draft} \\\n"
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} \\\n"
+        f"    --speculative-algorithm EAGLE3 --speculative-draft-model-path {shlex.quote(draft)} \\\n"
         "    --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
     )

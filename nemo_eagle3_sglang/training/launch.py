@@ -80,13 +80,14 @@ def run(config_path: str | Path, overrides: Sequence[str], nproc_per_node: int |
     if nproc_per_node is None:
         _say_that_other_gpus_rest()
 
+    _hush_import_attempts()
     from nemo_eagle3_sglang.training.recipe import run_recipe
 
     run_recipe(merged)
 
 
 def exit_status(action: Callable[[], None]) -> int:
-    """Run ``action``; a ``ConfigError`` becomes one line on stderr and status 2, anything else propagates."""
+    """Run ``action``; a ``ConfigError`` becomes its message on stderr and status 2, all else propagates."""
     try:
         action()
     except ConfigError as error:
@@ -150,6 +151,15 @@ def check_automodel_installed() -> None:
             "training needs NeMo AutoModel, which is not installed here (package nemo_automodel not found). "
             "Install it with: pip install 'nemo-eagle3-sglang[all]'"
         )
+
+
+def _hush_import_attempts() -> None:
+    """Keep AutoModel from printing a traceback at INFO for every optional library that it tries and does not find.
+
+    Beside SGLang, whose flash-attn-4 installs a package ``flash_attn`` without the functions of version 2, that is
+    forty lines of tracebacks at every start of a run that is in order.
+    """
+    logging.getLogger("nemo_automodel.shared.import_utils").addFilter(lambda record: record.levelno > logging.INFO)
 
 
 def _say_that_other_gpus_rest() -> None:

@@ -25,8 +25,9 @@ from nemo_automodel.recipes.llm.train_eagle3 import TrainEagle3Recipe
 from nemo_eagle3_sglang import backends
 from nemo_eagle3_sglang.config.load import validate
 from nemo_eagle3_sglang.config.schema import Config, RecipeArgs
-from nemo_eagle3_sglang.contracts import BackendRequest
+from nemo_eagle3_sglang.contracts import AuxPlan, BackendRequest, TargetRunner
 from nemo_eagle3_sglang.errors import ConfigError
+from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
 from nemo_eagle3_sglang.supervision.backend import RunnerBackend
 from nemo_eagle3_sglang.training import chat_data, preflight
 from nemo_eagle3_sglang.training.export import make_servable, serve_command
@@ -54,6 +55,7 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         config = validate(self.cfg.to_dict())
         self._backend = config.recipe_args.target_model_backend
         self.target_wrapper = None
+        self._aux_plan: AuxPlan | None = None
         check_run(config)
         self.meter = RunMeter(Path(config.recipe_args.output_dir) / "metrics.jsonl")
         try:
@@ -63,7 +65,8 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
                 self.target_wrapper.close()
             raise
         if self.target_wrapper is not None and not config.recipe_args.parallel_drafting:
-            make_servable(self.draft_model.config, self.target_wrapper.aux_layer_ids)
+            ids = self._aux_plan.written if self._aux_plan else self.target_wrapper.aux_layer_ids
+            make_servable(self.draft_model.config, ids, config.recipe_args.capture)
 
     def _setup_online_target(self, recipe_cfg: ConfigNode, target_path: str, draft_base_config: Any) -> Any:
         """Lead a registered backend to :meth:`_setup_sglang_target`.
@@ -80,7 +83,13 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         args = validate(self.cfg.to_dict()).recipe_args
         request = backend_request(args, torch.device(self.device), dtype=self.compute_dtype)
         self.target_model = None
-        self.target_wrapper = RunnerBackend(backends.load(self._backend)(request), servable_order(args.aux_layer_ids))
+        runner = backends.load(self._backend)(request)
+        try:
+            self._aux_plan = plan_aux_layers(runner, args.aux_layer_ids)
+            self.target_wrapper = RunnerBackend(runner, self._aux_plan.trained)
+        except BaseException:
+            runner.close()
+            raise
 
     def _forward_batch(self, batch: dict[str, torch.Tensor], target_batch: Any = None) -> Any:
         """Count the real tokens while the batch is still on the host, where it costs no synchronisation."""
@@ -126,25 +135,30 @@ def backend_request(args: RecipeArgs, device: torch.device, dtype: torch.dtype) 
         trust_remote_code=args.trust_remote_code,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
+        capture=args.capture,
+        self_check=args.self_check,
         options=args.backend_options(),
     )
 
 
-def servable_order(aux_layer_ids: Sequence[int] | None) -> list[int] | None:
-    """Return the aux ids ascending: SGLang captures in that order whatever the draft's config.json says.
+def plan_aux_layers(runner: TargetRunner, aux_layer_ids: Sequence[int] | None) -> AuxPlan:
+    """Return what to train on and what to write; the engine's own plan where it makes one.
 
-    The draft's input columns would otherwise be permuted when it is served, without any error.
+    An engine that says nothing about serving is taken to be served by SGLang, which captures in ascending order
+    whatever the draft's config.json says: the draft's input columns would otherwise be permuted without any error.
     """
-    if aux_layer_ids is None:
-        return None
-    ids = sorted(aux_layer_ids)
-    if ids != list(aux_layer_ids):
+    ids = resolve_aux_layer_ids(aux_layer_ids, runner.info.num_hidden_layers)
+    planner = getattr(runner, "plan_aux_layers", None)
+    plan = planner(ids) if planner else AuxPlan(trained=sorted(ids), written=sorted(ids))
+    if plan.trained != ids:
         logger.warning(
             "recipe_args.aux_layer_ids: %s are trained as %s, the order in which SGLang captures them when it serves",
-            list(aux_layer_ids),
             ids,
+            plan.trained,
         )
-    return ids
+    if plan.written != plan.trained:
+        logger.info("Layers %s are written as %s: SGLang reads them by its own rule here", plan.trained, plan.written)
+    return plan
 
 
 def check_run(config: Config) -> None:

@@ -1,0 +1,144 @@
+"""What a run says about itself, from AutoModel's log points."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_eagle3_sglang.training import meter as meter_module
+from nemo_eagle3_sglang.training.meter import RunMeter
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(meter_module.time, "perf_counter", clock)
+    return clock
+
+
+def point(loss: float, accuracy: float = 0.25, tau: float | None = 1.5) -> dict[str, Any]:
+    data = {"train/loss": loss, "train/accuracy": accuracy, "train/lr": 1e-4}
+    return data if tau is None else data | {"train/tau_sim": tau}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_tokens_per_second_are_of_the_window(clock):
+    meter = RunMeter(None)
+    meter.count(100)
+    meter.count(20)
+    clock.now += 4
+    assert meter.log(point(3.0), 1)["train/tokens_per_second"] == 30
+    meter.count(50)
+    clock.now += 5
+    assert meter.log(point(2.0), 2)["train/tokens_per_second"] == 10
+
+
+def test_setup_and_evaluation_are_not_training_time(clock):
+    meter = RunMeter(None)
+    clock.now += 1000
+    meter.restart()
+    meter.count(10)
+    clock.now += 1
+    assert meter.log(point(3.0), 1)["train/tokens_per_second"] == 10
+    clock.now += 1000
+    assert "train/tokens_per_second" not in meter.log({"val/loss": 2.0}, 1)
+    meter.count(10)
+    clock.now += 1
+    assert meter.log(point(3.0), 2)["train/tokens_per_second"] == 10
+
+
+def test_the_given_record_is_not_changed(clock):
+    data = point(3.0)
+    before = dict(data)
+    assert RunMeter(None).log(data, 1).items() >= before.items()
+    assert data == before
+
+
+def test_every_point_is_a_line(tmp_path, clock):
+    path = tmp_path / "metrics.jsonl"
+    meter = RunMeter(path)
+    assert not path.exists(), "nothing is written before there is something to say"
+    meter.count(7)
+    clock.now += 1
+    meter.log(point(3.0), 5)
+    meter.log({"val/loss": 2.5}, 5)
+    train, val = lines(path)
+    assert train.items() >= {"step": 5, "tokens": 7, "train/loss": 3.0, "train/tokens_per_second": 7.0}.items()
+    assert val.items() >= {"step": 5, "tokens": 7, "val/loss": 2.5}.items()
+    assert train["time"] > 1e9
+
+
+def test_a_resumed_run_appends(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    RunMeter(path).log(point(3.0), 1)
+    RunMeter(path).log(point(2.0), 2)
+    assert [line["step"] for line in lines(path)] == [1, 2]
+
+
+def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path):
+    """Whoever follows the file, or finds it after a crash, sees whole lines."""
+    path = tmp_path / "metrics.jsonl"
+    meter = RunMeter(path)
+    for step in range(3):
+        meter.log(point(1.0), step)
+        assert path.read_text().endswith("}\n")
+        assert len(lines(path)) == step + 1
+
+
+class Bar:
+    shown: dict[str, str] | None = None
+
+    def set_postfix(self, values: dict[str, str]) -> None:
+        self.shown = values
+
+
+def test_the_bar_shows_loss_accuracy_accept_length_and_speed(clock):
+    meter = RunMeter(None)
+    meter.bar = bar = Bar()
+    meter.count(1234)
+    clock.now += 1
+    meter.log(point(3.14159, accuracy=0.5), 1)
+    assert bar.shown == {"loss": "3.142", "acc": "0.500", "accept": "1.50", "tok/s": "1234"}
+    meter.log({"val/loss": 1.0}, 1)
+    assert bar.shown["loss"] == "3.142", "an evaluation leaves the bar alone"
+    meter.log(point(2.0, tau=None), 2)
+    assert "accept" not in bar.shown, "P-EAGLE has no simulated accept length"
+
+
+def test_summary_is_from_the_first_window_to_the_last():
+    meter = RunMeter(None)
+    for step, loss in enumerate([4.0, 3.0, 1.5]):
+        meter.count(1000)
+        meter.log(point(loss, accuracy=step / 4, tau=1 + step), step)
+        meter.log({"val/loss": 9.0}, step)
+    assert meter.summary() == (
+        "loss 4.000 -> 1.500, accuracy 0.000 -> 0.500, simulated accept length 1.00 -> 3.00, 3,000 tokens"
+    )
+
+
+def test_summary_without_accept_length():
+    meter = RunMeter(None)
+    meter.log(point(2.0, tau=None), 1)
+    meter.log(point(1.0, tau=None), 2)
+    assert meter.summary() == "loss 2.000 -> 1.000, accuracy 0.250 -> 0.250, 0 tokens"
+
+
+@pytest.mark.parametrize("points", [0, 1])
+def test_no_summary_of_less_than_two_windows(points):
+    meter = RunMeter(None)
+    for step in range(points):
+        meter.log(point(1.0), step)
+    assert meter.summary() is None
