@@ -33,9 +33,9 @@ EOS_TOKEN = "<|im_end|>"
 # GGUF marks control tokens with this type.
 CONTROL_TOKEN_TYPE = 3
 
-# SmolLM2's weights were bfloat16 before they became 4-bit, so little is lost: on 42,742 positions of chat text the
-# most likely token agrees with float32 at 98.5% and the mean KL divergence is 1.7e-4 nats (it is the near ties that
-# flip).
+# Little is lost: against the dequantised float32 weights, on 7,334 positions of the quick start's conversations, the
+# most likely token is the same at 99.7% and the mean KL divergence is 8e-5 nats. (Computing in bfloat16 as well: 97.4%
+# and 1.4e-3 nats.)
 DTYPE = torch.bfloat16
 
 # Renders what the model's own template renders. It adds the generation block, from which apply_chat_template takes

@@ -338,6 +338,8 @@ class RecipeArgs(Section):
 
     draft_vocab_size: Count | None = None
     """Draft vocabulary D: the D tokens most frequent in the training answers; null: the target's whole vocabulary."""
+    draft_config: Text | None = None
+    """JSON file that describes the draft, a one-layer Llama; left out: it follows from the target's config."""
     selected_token_ids_path: Text | None = None
     """File that keeps the choice of draft tokens between runs; it is not redone when the data changes."""
     freeze_embeddings: bool = True

@@ -107,6 +107,7 @@ def _fields(
 
     device, count, total = tokens.device, len(lengths), sum(lengths)
     used = [part[:n] for part, n in zip(slots, lengths, strict=True)]
+    encoder = _encoder_fields(count, device) if model_runner.model_config.is_encoder_decoder else {}
     table = model_runner.req_to_token_pool
     for row, part in enumerate(used, start=1):
         table.write((row, slice(0, len(part))), part.to(torch.int32))
@@ -140,6 +141,17 @@ def _fields(
         "lora_ids": [None] * count,
         "mm_inputs": [None] * count,
         "rids": [str(i) for i in range(count)],
+        **encoder,
+    }
+
+
+def _encoder_fields(count: int, device: torch.device) -> dict[str, Any]:
+    """Return the fields that say "nothing to encode", for a target with cross-attention (Mllama): text only here."""
+    return {
+        "encoder_lens": torch.zeros(count, dtype=torch.int64, device=device),
+        "encoder_lens_cpu": [0] * count,
+        "encoder_cached": [True] * count,
+        "encoder_out_cache_loc": torch.empty(0, dtype=torch.int64, device=device),
     }
 
 

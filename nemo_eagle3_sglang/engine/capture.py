@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemo_eagle3_sglang.contracts import HiddenStates
+from nemo_eagle3_sglang.contracts import HiddenStates, TargetInfo
 from nemo_eagle3_sglang.engine import versions
 from nemo_eagle3_sglang.engine.self_check import Observed, split_served
 from nemo_eagle3_sglang.errors import CaptureError
@@ -75,7 +75,7 @@ class TextModel:
     Attributes:
         path: Dotted name of the module that owns the layers; empty for the root.
         layers: Its N decoder layers.
-        embedding: Its input embedding (``VocabParallelEmbedding``).
+        embedding: Its input embedding, a ``VocabParallelEmbedding`` or ``nn.Embedding``.
         norms: Its own modules that could be the final norm, by name.
     """
 
@@ -85,34 +85,43 @@ class TextModel:
     norms: dict[str, nn.Module]
 
 
-def find_text_model(model: nn.Module, num_layers: int) -> TextModel:
-    """Find the module that owns ``num_layers`` decoder layers and a vocabulary embedding, by walking the modules.
+def find_text_model(model: nn.Module, info: TargetInfo) -> TextModel:
+    """Find the module that owns the decoder layers and a vocabulary embedding, by walking the modules.
 
     A vision tower may have as many layers, but embeds no vocabulary.
 
     Raises:
         CaptureError: None or several modules fit.
     """
-    found = [m for path, owner in model.named_modules() if (m := _text_model(path, owner, num_layers)) is not None]
+    found = [m for path, owner in model.named_modules() if (m := _text_model(path, owner, info)) is not None]
     if len(found) != 1:
         names = ", ".join(m.path or "(root)" for m in found) or "none"
         raise CaptureError(
-            f"{type(model).__name__}: {len(found)} modules own {num_layers} decoder layers and a vocabulary embedding "
-            f"({names}); exactly one must"
+            f"{type(model).__name__}: {len(found)} modules own {info.num_hidden_layers} decoder layers and a vocabulary "
+            f"embedding ({names}); exactly one must"
         )
     return found[0]
 
 
-def _text_model(path: str, owner: nn.Module, num_layers: int) -> TextModel | None:
-    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
+def _text_model(path: str, owner: nn.Module, info: TargetInfo) -> TextModel | None:
     children = dict(owner.named_children())
-    stacks = [c for c in children.values() if isinstance(c, nn.ModuleList) and len(c) == num_layers]
-    tables = [c for c in children.values() if isinstance(c, VocabParallelEmbedding)]
-    if len(stacks) != 1 or not tables:
+    stacks = [c for c in children.values() if isinstance(c, nn.ModuleList) and len(c) == info.num_hidden_layers]
+    tables = [c for c in children.values() if _embeds_vocabulary(c, info)]
+    if len(stacks) != 1 or len(tables) != 1:
         return None
     norms = {name: c for name, c in children.items() if "norm" in name or name.startswith("ln")}
     return TextModel(path, stacks[0], tables[0], norms)
+
+
+def _embeds_vocabulary(module: nn.Module, info: TargetInfo) -> bool:
+    """Return whether ``module`` maps token ids to ``[T, H]``; tables of positions and per-layer ones do not."""
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if isinstance(module, VocabParallelEmbedding):
+        return module.embedding_dim == info.hidden_size
+    # Gemma-3 does not shard its vocabulary.
+    wide = isinstance(module, nn.Embedding) and module.embedding_dim == info.hidden_size
+    return wide and module.num_embeddings >= info.vocab_size
 
 
 def tap_logits_processors(model: nn.Module) -> list[Tap]:
@@ -163,6 +172,11 @@ class Head:
         weight = getattr(self._lm_head, "weight", None)
         return self._vocab_size if weight is None else weight.shape[0]
 
+    @property
+    def claimed_rows(self) -> int:
+        """Columns that the model's own processor leaves of the logits."""
+        return int(self._processor.vocab_size)
+
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[n, V]`` of ``hidden`` ``[n, H]``: projection, scale, trim, soft cap, in that order."""
         logits = versions.project(self._processor, hidden, self._lm_head)
@@ -180,14 +194,13 @@ class Capture:
 
     Args:
         model: SGLang's model, as its runner holds it.
-        num_layers: N of the text config.
-        vocab_size: V of the text config.
+        info: Dimensions of the text config.
     """
 
-    def __init__(self, model: nn.Module, num_layers: int, vocab_size: int) -> None:
-        self.text_model = find_text_model(model, num_layers)
+    def __init__(self, model: nn.Module, info: TargetInfo) -> None:
+        self.text_model = find_text_model(model, info)
         self._taps = tap_logits_processors(model)
-        self._vocab_size = vocab_size
+        self._vocab_size = info.vocab_size
         self._hooks: list[Any] = []
         self._aux_layer_ids: list[int] = []
         self._states: dict[int, torch.Tensor] = {}
@@ -238,10 +251,14 @@ class Capture:
             forward()
             last = self._reached().hidden
             assert last is not None
-            missing = [i for i in self._aux_layer_ids if i not in self._states]
-            if missing:
-                raise CaptureError(f"decoder layers {missing} did not run in this forward")
-            return HiddenStates(aux=torch.cat([self._states[i] for i in self._aux_layer_ids], dim=-1), last=last)
+            return HiddenStates(aux=torch.cat(self._kept(), dim=-1), last=last)
+
+    def _kept(self) -> list[torch.Tensor]:
+        """Return the states of the hooked layers, in the order of the ids."""
+        missing = [i for i in self._aux_layer_ids if i not in self._states]
+        if missing:
+            raise CaptureError(f"decoder layers {missing} did not run in this forward")
+        return [self._states[i] for i in self._aux_layer_ids]
 
     def _reached(self) -> Tap:
         reached = [tap for tap in self._taps if tap.hidden is not None]
@@ -306,8 +323,7 @@ class Capture:
                 forward()
                 tap = self._reached()
                 assert tap.hidden is not None
-                streams = [self._states[i] for i in self._aux_layer_ids]
-                return Observed(split_served(tap.aux, tap.hidden.shape[-1]), streams)
+                return Observed(split_served(tap.aux, tap.hidden.shape[-1]), self._kept())
         finally:
             self.set_layers(chosen)
 

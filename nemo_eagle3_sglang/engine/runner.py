@@ -46,7 +46,7 @@ class SGLangRunner:
         self.capacity: Capacity = capacity(model_runner)
         self.max_sequence_length = self.capacity.sequence
         self._max_tokens = int(model_runner.server_args.max_prefill_tokens)
-        self._capture = Capture(model_runner.model, self.info.num_hidden_layers, self.info.vocab_size)
+        self._capture = Capture(model_runner.model, self.info)
 
     @classmethod
     def build(cls, request: BackendRequest) -> SGLangRunner:
@@ -172,11 +172,10 @@ class SGLangRunner:
             return use(lambda: runner.forward(batch))
 
     def _check_rows(self) -> None:
-        embedding, vocab = self._capture.text_model.embedding, self.info.vocab_size
-        self_check.check_rows(
-            "input embedding", embedding.weight.shape[0], vocab, getattr(embedding, "org_vocab_size", None)
-        )
-        self_check.check_rows("output head", self._capture.head().rows, vocab, None)
+        embedding, head, vocab = self._capture.text_model.embedding, self._capture.head(), self.info.vocab_size
+        claimed = getattr(embedding, "org_vocab_size", None)
+        self_check.check_rows("input embedding", embedding.weight.shape[0], vocab, claimed)
+        self_check.check_rows("output head", head.rows, vocab, head.claimed_rows)
 
     def _check_length(self, request: BackendRequest) -> None:
         if request.seq_length > self.max_sequence_length:

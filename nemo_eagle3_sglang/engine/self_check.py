@@ -45,7 +45,8 @@ class Observed:
 def plan_aux_layers(aux_layer_ids: Sequence[int], observe: Callable[[list[int]], Observed]) -> AuxPlan:
     """Return the layers to train on and the ids to write, so that SGLang serves exactly what is trained.
 
-    The order given is kept where SGLang keeps it; where it captures in ascending order, the ids are sorted.
+    The order given is kept where SGLang keeps it; where it captures in ascending order, the ids are sorted. Only ids
+    that were observed are returned: a rule may depend on their order.
 
     Args:
         aux_layer_ids: The layers that were asked for.
@@ -54,22 +55,29 @@ def plan_aux_layers(aux_layer_ids: Sequence[int], observe: Callable[[list[int]],
     Raises:
         ConfigError: No candidate leads SGLang to these layers; the message says which layers it captures instead.
     """
-    asked = list(aux_layer_ids)
-    findings = []
-    for shift in (0, 1):
-        written = [i + shift for i in asked]
-        observed = observe(written)
-        found = [_layer_of(state, observed.streams) for state in observed.served]
-        if found == asked:
-            return AuxPlan(trained=asked, written=written)
-        if found == sorted(asked):
-            return AuxPlan(trained=sorted(asked), written=sorted(written))
-        findings.append(_explain(written, sorted(asked), found))
+    asked, ascending = list(aux_layer_ids), sorted(aux_layer_ids)
+    for layers in (asked, ascending) if asked != ascending else (ascending,):
+        findings = []
+        for written in _candidates(layers):
+            observed = observe(written)
+            found = [_layer_of(state, observed.streams) for state in observed.served]
+            if found == layers:
+                return AuxPlan(trained=layers, written=written)
+            findings.append(_explain(written, layers, found))
     raise ConfigError(
         "recipe_args.capture: 'serving' is not possible with this target, SGLang would serve the draft with other "
         f"states than it is trained on. {' '.join(findings)} Either choose other recipe_args.aux_layer_ids or "
         + RESIDUAL_CHOICE
     )
+
+
+def _candidates(layers: Sequence[int]) -> list[list[int]]:
+    """Return the ids that may lead SGLang to ``layers``: as they are, one higher, and so with the first one last.
+
+    The last is for deepseek_v2, which adds one itself to ids that begin with 1: layers 0, 3, 5 take 4, 6, 1.
+    """
+    higher = [i + 1 for i in layers]
+    return [list(layers), higher, [*higher[1:], higher[0]]]
 
 
 def _layer_of(state: torch.Tensor, streams: Sequence[torch.Tensor]) -> int | None:

@@ -122,10 +122,13 @@ def release_groups(owned: bool) -> None:
     """Destroy sglang's process groups, and the default group only where sglang made it (``owned``).
 
     ``destroy_distributed_environment`` would also destroy a default group that belongs to the trainer, so its
-    world-group half is done here (0.5.16, 0.5.17: the module global ``_WORLD``).
+    world-group half is done here (0.5.16, 0.5.17: the module global ``_WORLD``). The expert locations that a MoE
+    model leaves behind are dropped too: the next runner asserts that there are none.
     """
     from sglang.srt.distributed import parallel_state
+    from sglang.srt.eplb.expert_location import set_global_expert_location_metadata
 
+    set_global_expert_location_metadata(None, allow_overwrite=True)
     parallel_state.destroy_model_parallel()
     if owned:
         parallel_state.destroy_distributed_environment()
@@ -144,7 +147,12 @@ def make_forward_batch(**fields: Any) -> ForwardBatch:
 def project(processor: torch.nn.Module, hidden: torch.Tensor, lm_head: torch.nn.Module) -> torch.Tensor:
     """Apply ``lm_head`` as the model's own ``LogitsProcessor`` does, quantised or not (0.5.16, 0.5.17).
 
+    With one difference: the processor drops the bias of a head that has one (Phi-2, Phi-3.5-MoE, GPT-J). None of
+    these can be served with a draft by SGLang, so the target's true distribution is the one to learn.
+
     Returns:
         ``[n, rows of lm_head]`` before scale, trim and soft cap.
     """
-    return processor._compute_lm_head(hidden, lm_head)
+    logits = processor._compute_lm_head(hidden, lm_head)
+    bias = getattr(lm_head, "bias", None)
+    return logits if bias is None else logits.add_(bias)

@@ -13,6 +13,8 @@ from nemo_eagle3_sglang.errors import ConfigError
 # Columns that AutoModel's ChatDataset reads: OpenAI's and ShareGPT's.
 COLUMNS = ("messages", "conversations")
 JSON_LINES = (".jsonl", ".ndjson")
+# What AutoModel takes for the assistant: OpenAI's name, and those that ShareGPT data sets use.
+ASSISTANT_ROLES = ("assistant", "gpt", "chatgpt", "model", "bot")
 
 
 def local_files(key: str, paths: str | Sequence[str]) -> list[Path]:
@@ -54,13 +56,24 @@ def check_files(key: str, files: Sequence[Path]) -> None:
         count = 0
         for line, row in rows(key, path):
             count += 1
-            if not isinstance(row, dict) or not any(isinstance(row.get(c), list) and row[c] for c in COLUMNS):
+            if not _has_messages(row):
                 raise ConfigError(
                     f"{key}: {path} line {line} has no list of messages; each row is "
                     '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
                 )
         if not count:
             raise ConfigError(f"{key}: {path} is empty")
+
+
+def _has_messages(row: Any) -> bool:
+    columns = [row.get(name) for name in COLUMNS] if isinstance(row, dict) else []
+    return any(isinstance(c, list) and c and all(isinstance(message, dict) for message in c) for c in columns)
+
+
+def has_answer(row: dict[str, Any]) -> bool:
+    """Return whether a row has an assistant turn; without one there is nothing to learn in it."""
+    turns = next((row[name] for name in COLUMNS if row.get(name)), [])
+    return any(turn.get("role", turn.get("from")) in ASSISTANT_ROLES for turn in turns)
 
 
 def rows(key: str, path: Path) -> Iterator[tuple[int, Any]]:

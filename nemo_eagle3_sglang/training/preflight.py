@@ -105,11 +105,18 @@ def check_target(args: RecipeArgs, config: PretrainedConfig) -> list[int]:
     return resolve_aux_layer_ids(args.aux_layer_ids, text.num_hidden_layers)
 
 
-def check_output_dir(path: str) -> None:
-    """Make the output folder and prove that a file can be written there; leaves no file behind."""
+def check_output_dir(path: str, key: str = "recipe_args.output_dir") -> None:
+    """Prove that a folder can be made at ``path``, or is there, and that a file can be written in it.
+
+    Leaves nothing behind: the folder itself is made when there is something to put in it.
+
+    Args:
+        path: The folder.
+        key: YAML key, for the error.
+    """
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
+        existing = next(folder for folder in (Path(path), *Path(path).parents) if folder.exists())
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise ConfigError(f"recipe_args.output_dir: {path} cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"{key}: {path} cannot be written: {error.strerror or error}") from error

@@ -19,7 +19,8 @@ from nemo_automodel._transformers.auto_tokenizer import NeMoAutoTokenizer
 from nemo_automodel.components.checkpoint.utils import find_latest_checkpoint
 from nemo_automodel.components.config.loader import ConfigNode
 from nemo_automodel.components.datasets.llm.chat_dataset import ChatDataset
-from nemo_automodel.components.speculative.eagle.registry import resolve_eagle3_draft_spec
+from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3DraftModel
+from nemo_automodel.components.speculative.eagle.registry import EAGLE3_DRAFT_REGISTRY, DraftSpec
 from nemo_automodel.recipes.llm.train_eagle3 import TrainEagle3Recipe
 
 from nemo_eagle3_sglang import backends
@@ -29,7 +30,7 @@ from nemo_eagle3_sglang.contracts import AuxPlan, BackendRequest, TargetRunner
 from nemo_eagle3_sglang.errors import ConfigError
 from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
 from nemo_eagle3_sglang.supervision.backend import RunnerBackend
-from nemo_eagle3_sglang.training import chat_data, preflight
+from nemo_eagle3_sglang.training import chat_data, draft_registry, preflight
 from nemo_eagle3_sglang.training.export import make_servable, serve_command
 from nemo_eagle3_sglang.training.meter import RunMeter
 
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 # Rows rendered before the run to see whether the assistant mask marks anything.
 MASK_SAMPLE = 32
+DRAFTS = draft_registry.Drafts(EAGLE3_DRAFT_REGISTRY, DraftSpec, LlamaEagle3DraftModel)
 
 
 class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
@@ -56,17 +58,19 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         self._backend = config.recipe_args.target_model_backend
         self.target_wrapper = None
         self._aux_plan: AuxPlan | None = None
-        check_run(config)
+        draft = check_run(config)
         self.meter = RunMeter(Path(config.recipe_args.output_dir) / "metrics.jsonl")
         try:
-            super().setup()
+            with DRAFTS.building(draft):
+                super().setup()
         except BaseException:
             if self.target_wrapper is not None:
                 self.target_wrapper.close()
             raise
         if self.target_wrapper is not None and not config.recipe_args.parallel_drafting:
             ids = self._aux_plan.written if self._aux_plan else self.target_wrapper.aux_layer_ids
-            make_servable(self.draft_model.config, ids, config.recipe_args.capture)
+            trained = self._aux_plan.trained if self._aux_plan else ids
+            make_servable(self.draft_model.config, ids, config.recipe_args.capture, trained, self.compute_dtype)
 
     def _setup_online_target(self, recipe_cfg: ConfigNode, target_path: str, draft_base_config: Any) -> Any:
         """Lead a registered backend to :meth:`_setup_sglang_target`.
@@ -161,8 +165,8 @@ def plan_aux_layers(runner: TargetRunner, aux_layer_ids: Sequence[int] | None) -
     return plan
 
 
-def check_run(config: Config) -> None:
-    """Run all checks, the cheap ones first and the one that writes (the output folder) last.
+def check_run(config: Config) -> draft_registry.Choice:
+    """Run all checks, the cheap ones first and the one that writes (the output folder) last; return the draft.
 
     Raises:
         ConfigError: See ``preflight.py``, ``chat_data.py`` and ``engine.check_request``.
@@ -175,15 +179,13 @@ def check_run(config: Config) -> None:
     device = preflight.check_device(args.device)
     target_config = preflight.load_target_config(args)
     preflight.check_target(args, target_config)
-    try:
-        resolve_eagle3_draft_spec(target_config.architectures or [])
-    except ValueError as error:
-        raise ConfigError(f"recipe_args.target_model_name_or_path: {error}") from error
+    draft = DRAFTS.choose(args, target_config)
     _check_data(args)
     if ours:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         _check_backend(backend_request(args, device, dtype), args.target_model_backend)
     preflight.check_output_dir(args.output_dir)
+    return draft
 
 
 def _check_features(args: RecipeArgs) -> None:

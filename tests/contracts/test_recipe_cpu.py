@@ -32,7 +32,7 @@ pytest.importorskip("sglang", reason="the target runs in SGLang")
 AUTOMODEL = Path(sys.executable).with_name("automodel")
 DRAFT_VOCAB, ROWS, MICRO_BATCH = 200, 20, 4
 STEPS_PER_EPOCH = ROWS // MICRO_BATCH
-FOREIGN = ("PYTHONPATH", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NEMO_EAGLE3_SGLANG_NO_HOOK")
+FOREIGN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NEMO_EAGLE3_SGLANG_NO_HOOK")
 
 
 @dataclass
@@ -177,7 +177,8 @@ def check_servable(config: dict[str, Any], draft: Path, aux_ids: list[int]) -> N
     assert config["num_hidden_layers"] == 1
     assert config["draft_vocab_size"] == DRAFT_VOCAB
     assert config["vocab_size"] == 500
-    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": aux_ids, "use_aux_hidden_state": True}
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == aux_ids
+    assert config["eagle_config"]["use_aux_hidden_state"] is True
     loaded = AutoConfig.from_pretrained(draft)
     assert loaded.num_hidden_layers == 1
     assert loaded.eagle_config["eagle_aux_hidden_state_layer_ids"] == aux_ids

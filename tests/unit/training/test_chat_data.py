@@ -82,6 +82,8 @@ def test_a_json_file_that_is_not_json(write):
         '{"text": "Hi"}',
         '{"messages": []}',
         '{"messages": "Hi"}',
+        '{"messages": ["Hi"]}',
+        '{"messages": [{"role": "user", "content": "Hi"}, null]}',
         '{"messages": null}',
         "[]",
         '"text"',
@@ -104,9 +106,9 @@ def test_bytes_that_are_not_utf8(write):
 
 
 def test_sample_takes_the_first_rows_over_all_files(write):
-    first, second = write(f"{GOOD}\n{GOOD}\n", "a.jsonl"), write('{"messages": [1]}\n', "b.jsonl")
+    first, second = write(f"{GOOD}\n{GOOD}\n", "a.jsonl"), write('{"messages": [{}]}\n', "b.jsonl")
     assert len(chat_data.sample(KEY, [first, second], 2)) == 2
-    assert chat_data.sample(KEY, [first, second], 9) == [ROW, ROW, {"messages": [1]}]
+    assert chat_data.sample(KEY, [first, second], 9) == [ROW, ROW, {"messages": [{}]}]
     assert chat_data.sample(KEY, [], 9) == []
 
 
@@ -142,3 +144,18 @@ def test_a_folder_of_json_files(write, tmp_path):
     write(GOOD)
     with pytest.raises(ConfigError, match=r"is a folder without \.parquet files; give the \.jsonl files"):
         chat_data.local_files(KEY, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        (ROW, True),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, False),
+        ({"messages": [{"role": "model", "content": "Hi"}]}, True),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hi"}]}, True),
+        ({"conversations": [{"from": "human", "value": "Hi"}]}, False),
+        ({"messages": None, "conversations": [{"from": "gpt", "value": "Hi"}]}, True),
+    ],
+)
+def test_has_answer(row, answer):
+    assert chat_data.has_answer(row) is answer

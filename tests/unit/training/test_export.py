@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 import tiny_models
+import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from nemo_eagle3_sglang.training.export import make_servable, serve_command
@@ -49,8 +50,38 @@ def test_all_else_stays_the_targets():
     config, before = draft_config(), draft_config().to_dict()
     make_servable(config, [1, 3, 4])
     after = config.to_dict()
-    changed = {key for key in after if after[key] != before.get(key)}
-    assert changed == {"architectures", "num_hidden_layers", "num_aux_hidden_states", "eagle_config"}
+    assert {key for key in before if after.get(key) != before[key]} == {"architectures", "num_hidden_layers"}
+
+
+def test_vllm_counts_from_the_embedding(tmp_path):
+    """Where SGLang's own rule turns the ids written into other layers, vLLM's key names the layers trained on."""
+    config = draft_config()
+    make_servable(config, [1, 3, 4], trained_ids=[0, 2, 3])
+    assert config.eagle_config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert config.eagle_aux_hidden_state_layer_ids == [1, 3, 4]
+    make_servable(config, [1, 3, 4])
+    assert config.eagle_aux_hidden_state_layer_ids == [2, 4, 5]
+
+
+def test_a_config_without_dtype_gets_the_weights():
+    config = draft_config()
+    config.dtype = None
+    make_servable(config, [1, 3, 4], dtype=torch.bfloat16)
+    assert config.to_dict()["dtype"] == "bfloat16"
+    config = draft_config()
+    make_servable(config, [1, 3, 4], dtype=torch.bfloat16)
+    assert config.to_dict()["dtype"] == "float32", "what it says stays"
+
+
+def test_names_of_transformers_4_are_written_as_well(tmp_path):
+    config = draft_config(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
+    make_servable(config, [1, 3, 4])
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["torch_dtype"] == written["dtype"] == "float32"
+    assert written["rope_theta"] == 5e5
+    assert written["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == config.rope_parameters
 
 
 def test_layer_types_are_as_many_as_layers():

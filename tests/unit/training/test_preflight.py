@@ -188,12 +188,11 @@ def test_several_processes(monkeypatch):
         preflight.check_world("toy")
 
 
-def test_output_dir_is_made_and_left_empty(tmp_path):
-    path = tmp_path / "a" / "b"
-    preflight.check_output_dir(str(path))
-    assert path.is_dir()
-    assert list(path.iterdir()) == []
-    preflight.check_output_dir(str(path))
+def test_output_dir_need_not_be_there_and_is_not_made(tmp_path, monkeypatch):
+    preflight.check_output_dir(str(tmp_path / "a" / "b"))
+    monkeypatch.chdir(tmp_path)
+    preflight.check_output_dir("outputs/run")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_output_dir_keeps_what_is_in_it(tmp_path):
@@ -209,6 +208,12 @@ def test_output_dir_that_is_or_lies_under_a_file(tmp_path, below):
     with pytest.raises(ConfigError, match=f"^recipe_args.output_dir: {path} cannot be written: "):
         preflight.check_output_dir(path)
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_the_key_of_another_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^checkpoint.checkpoint_dir: .*file/x cannot be written: Not a directory"):
+        preflight.check_output_dir(f"{tmp_path}/file/x", "checkpoint.checkpoint_dir")
 
 
 def test_output_dir_on_a_full_or_read_only_disk(tmp_path, monkeypatch):

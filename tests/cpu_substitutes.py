@@ -1,0 +1,119 @@
+"""What SGLang 0.5.17 lacks or gets wrong on a CPU, put right for the length of a test.
+
+None of this is the adapter's business: on a GPU the kernels that SGLang picks do it. Each substitute is scoped, and
+says what it stands for. With it, the CPU shows that the capture is right; that the GPU kernels are is another matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+def attention() -> contextlib.AbstractContextManager[Any]:
+    """Attention from q, k and v alone, with what ``torch_native`` leaves out or cannot do.
+
+    It ignores ``logit_cap`` (Gemma-2), takes no sinks (gpt-oss), and cannot write MLA's keys and values, which are of
+    different widths (DeepSeek). A batch here has no prefix, so the KV cache is not needed.
+    """
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    def forward_extend(_self, q, k, v, layer, batch, save_kv_cache=True, sinks=None, **_):
+        heads, groups = layer.tp_q_head_num, layer.tp_k_head_num
+        q, k = q.reshape(-1, heads, layer.qk_head_dim), k.reshape(-1, groups, layer.qk_head_dim)
+        v = v.reshape(-1, groups, layer.v_head_dim)
+        parts = [x.split(list(batch.extend_seq_lens_cpu)) for x in (q, k, v)]
+        return torch.cat([attend(*qkv, layer, sinks) for qkv in zip(*parts, strict=True)])
+
+    return mock.patch.object(TorchNativeAttnBackend, "forward_extend", forward_extend)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return causal attention ``[n, heads * v_head_dim]`` of one sequence; q, k, v are ``[n, heads, dim]``."""
+    (length, heads, _), repeat = q.shape, q.shape[1] // k.shape[1]
+    q, k, v = q.transpose(0, 1), k.transpose(0, 1).repeat_interleave(repeat, 0), v.transpose(0, 1)
+    v = v.repeat_interleave(repeat, 0)
+    scores = q @ k.transpose(1, 2) * layer.scaling
+    if layer.logit_cap:
+        scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
+    back = torch.arange(length)[:, None] - torch.arange(length)
+    window = length if layer.sliding_window_size is None or layer.sliding_window_size < 0 else layer.sliding_window_size
+    scores = scores.masked_fill((back < 0) | (back > window), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores).view(heads, 1, 1).expand(heads, length, 1)], -1)
+    return (scores.softmax(-1)[..., :length] @ v).transpose(0, 1).reshape(length, -1)
+
+
+def any_backend_for_gpt_oss() -> contextlib.AbstractContextManager[Any]:
+    """Let gpt-oss start with ``torch_native``: SGLang asserts one of its GPU backends, for the sinks' sake."""
+    from sglang.srt.server_args import ServerArgs
+
+    adjust = ServerArgs._handle_model_specific_adjustments
+
+    def adjust_or_pass(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return adjust(self, *args, **kwargs)
+        except AssertionError as error:
+            if "GptOss" not in str(error):
+                raise
+            return None
+
+    return mock.patch.object(ServerArgs, "_handle_model_specific_adjustments", adjust_or_pass)
+
+
+def rope_in_place() -> contextlib.AbstractContextManager[Any]:
+    """Write rotated q and k into their inputs: Llama-4 drops what its rotary module returns.
+
+    SGLang's CUDA kernel works in place; the CPU path returns new tensors, so that Llama-4 runs without positions there.
+    """
+    from sglang.srt.models.llama4 import Llama4Attention
+
+    construct = Llama4Attention.__init__
+
+    def with_rope_in_place(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        if self.rotary_emb is not None:
+            # get_rope caches its modules: several layers share one.
+            self.rotary_emb._forward_hooks.clear()
+            self.rotary_emb.register_forward_hook(write_back)
+
+    def write_back(_module: Any, inputs: Any, output: Any) -> None:
+        for old, new in zip(inputs[1:3], output, strict=True):
+            old.copy_(new.view_as(old))
+
+    return mock.patch.object(Llama4Attention, "__init__", with_rope_in_place)
+
+
+def router_weight_on_input() -> contextlib.AbstractContextManager[Any]:
+    """Llama-4 weighs the experts' inputs; SGLang's native experts raise ``NotImplementedError`` for it."""
+    from sglang.srt.layers.moe import fused_moe_native
+
+    experts = fused_moe_native.moe_forward_native
+
+    def weigh_input(layer: Any, x: torch.Tensor, topk: Any, config: Any) -> torch.Tensor:
+        if config.apply_router_weight_on_input:
+            x = x * topk.topk_weights.to(x.dtype)
+            topk = topk._replace(topk_weights=torch.ones_like(topk.topk_weights))
+            config = dataclasses.replace(config, apply_router_weight_on_input=False)
+        return experts(layer, x, topk, config)
+
+    return mock.patch.object(fused_moe_native, "moe_forward_native", weigh_input)
+
+
+SUBSTITUTES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    f.__name__: f for f in (attention, any_backend_for_gpt_oss, rope_in_place, router_weight_on_input)
+}
+
+
+@contextlib.contextmanager
+def substituted(names: tuple[str, ...]) -> Iterator[None]:
+    """Put the named substitutes in place, and SGLang's own code back afterwards."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(SUBSTITUTES[name]())
+        yield
