@@ -79,7 +79,5 @@ class HFRunner:
 def build_runner(request: BackendRequest) -> HFRunner:
     """Load ``request.target`` with transformers; ``request.options`` goes to ``from_pretrained``."""
     options = {"dtype": request.dtype, **request.options}
-    model = AutoModelForCausalLM.from_pretrained(
-        request.target, trust_remote_code=request.trust_remote_code, **options
-    )
+    model = AutoModelForCausalLM.from_pretrained(request.target, trust_remote_code=request.trust_remote_code, **options)
     return HFRunner(model.to(request.device))

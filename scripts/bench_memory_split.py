@@ -5,7 +5,7 @@ Builds the co-located target once per fraction in the same process (each closed 
 and prints what SGLang holds, how many tokens its KV pool takes and what is left. Random weights: only a config.json of
 the wanted dimensions is needed.
 
-examples:
+Examples:
   python scripts/bench_memory_split.py
   python scripts/bench_memory_split.py --fractions 0.3 0.5 0.7 --json split.json --sglang-arg attention_backend=triton
   python scripts/bench_memory_split.py --dims tiny --device cpu       (keeps the script alive where there is no GPU)
@@ -68,11 +68,11 @@ def main() -> int:
         rows = [measure(folder, arguments, {**options, "mem_fraction_static": f}) for f in arguments.fractions]
     report = {"device": device_name(arguments.device), "versions": versions(), "dims": arguments.dims, "rows": rows}
     print(f"{report['device']}, {report['versions']}, {arguments.dims}, {arguments.tokens} tokens a micro-batch")
-    print("mem_fraction_static  weights GiB  KV tokens  SGLang GiB  peak GiB in a forward  left for the draft GiB  build s")
+    print("mem_fraction_static  weights GiB  KV tokens  SGLang GiB  peak GiB in a forward  left for draft GiB  build s")
     for row in rows:
         print(
             f"{row['mem_fraction_static']:19.2f}  {row['weights_gib']:11.2f}  {row['kv_tokens']:9d}  "
-            f"{row['sglang_gib']:10.2f}  {row['peak_gib']:21.2f}  {row['left_gib']:22.2f}  {row['build_s']:7.1f}"
+            f"{row['sglang_gib']:10.2f}  {row['peak_gib']:21.2f}  {row['left_gib']:18.2f}  {row['build_s']:7.1f}"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

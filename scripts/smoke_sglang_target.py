@@ -57,19 +57,21 @@ class Limits(NamedTuple):
 
     max_abs: float
     cosine_mean: float
+    final_cosine: float
     argmax: float
     top5: float
     kl_mean: float
 
 
-EXACT = Limits(max_abs=1e-3, cosine_mean=0.999, argmax=0.999, top5=1.0, kl_mean=1e-4)
-ROUNDED = Limits(max_abs=math.inf, cosine_mean=0.999, argmax=0.95, top5=1.0, kl_mean=0.05)
+EXACT = Limits(max_abs=1e-3, cosine_mean=0.999, final_cosine=0.999, argmax=0.999, top5=1.0, kl_mean=1e-4)
+ROUNDED = Limits(max_abs=math.inf, cosine_mean=0.999, final_cosine=0.99, argmax=0.9, top5=1.0, kl_mean=0.05)
 
 EPILOG = f"""\
 criteria of --compare-hf, repeated beside each value:
                                      float32 on a CPU    anything else (bfloat16 on a GPU)
   max abs diff of states, probs      <= {EXACT.max_abs:<16g} reported
-  mean cosine of every state         >= {EXACT.cosine_mean:<16g} >= {ROUNDED.cosine_mean:g}
+  mean cosine of each aux layer      >= {EXACT.cosine_mean:<16g} >= {ROUNDED.cosine_mean:g}
+  mean cosine of the final hidden    >= {EXACT.final_cosine:<16g} >= {ROUNDED.final_cosine:g}
   mean KL(HF || SGLang), nats        <= {EXACT.kl_mean:<16g} <= {ROUNDED.kl_mean:g}
   with --text only:
     argmax, position_mask agree      >= {EXACT.argmax:<16g} >= {ROUNDED.argmax:g}
@@ -225,7 +227,7 @@ def sanity(runner: Any, job: Job, batch: TargetBatch, states: States) -> list[Ch
     return [
         *(judge(k, f"{list((x := getattr(batch, k)).shape)} {x.dtype}", "==", v) for k, v in expected.items()),
         judge("input embeddings", embeddings, "==", [info.vocab_size, info.hidden_size]),
-        judge("finite share of all states", mean(states.hidden.isfinite()), "==", 1.0),
+        judge("values not finite", int((~states.hidden.isfinite()).sum()), "==", 0),
         judge("all-zero states", int((states.hidden == 0).all(dim=-1).sum()), "==", 0),
         judge("padding is zero", not padding.any(), "==", True),
         judge("target_probs: largest |sum - 1|", off_one, "<=", 1e-3),
@@ -280,8 +282,9 @@ def compare(sglang: States, hf: States, layers: list[int], limits: Limits, real_
     for i, name in enumerate([*(f"aux layer {layer}" for layer in layers), "final hidden"]):
         ours, theirs = sglang.hidden[:, i].double(), hf.hidden[:, i].double()
         cosine = torch.cosine_similarity(ours, theirs, dim=-1)
+        least = limits.cosine_mean if i < len(layers) else limits.final_cosine
         checks += [
-            judge(f"{name}: cosine mean", mean(cosine), ">=", limits.cosine_mean),
+            judge(f"{name}: cosine mean", mean(cosine), ">=", least),
             Check(f"{name}: cosine min", float(cosine.min())),
             near(f"{name}: max abs diff", ours, theirs, limits.max_abs),
         ]
@@ -468,7 +471,7 @@ def describe(args: argparse.Namespace, job: Job) -> dict[str, Any]:
         "device": f"{job.request.device} ({hardware})",
         "dtype": str(job.request.dtype),
         "versions": {**{package: version(package) for package in PACKAGES}, "python": platform.python_version()},
-        "sglang_args": dict(job.request.options) or "defaults",
+        "sglang_args": dict(job.request.options),
         "input": str(args.text or f"random tokens, seed {args.seed}"),
         "row_lengths": job.lengths,
         "aux_layer_ids": job.aux_layer_ids,
@@ -523,7 +526,8 @@ def run(args: argparse.Namespace) -> bool:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     facts = describe(args, job)
     for key, value in facts.items():
-        print(f"{key:<18}{', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else value}")
+        text = ", ".join(f"{k} {v}" for k, v in value.items()) or "defaults" if isinstance(value, dict) else value
+        print(f"{key:<18}{text}")
     stages = run_stages(job, args.compare_hf)
     passed = all(check.passed is not False for checks in stages.values() for check in checks)
     if args.json:

@@ -43,6 +43,8 @@ DEEPSEEK = {
     CUSTOM: Plan(CUSTOM, (3, 5, 7)),
     UNSORTED: Plan((0, 3, 5), (4, 6, 1)),
 }
+# Where a wrapper leaves the logits processor to the text model.
+INNER = ("language_model.logits_processor",)
 NO_SETTER = "no EAGLE-3 capture"
 DELTA_ONLY = "no layer's residual stream"
 
@@ -62,8 +64,9 @@ class Architecture:
         rule: How ids are to be written, in words.
         finish: Edits the saved checkpoint, where transformers saves it otherwise than published ones are.
         substitutes: Names in :mod:`cpu_substitutes`, for what SGLang lacks or gets wrong on a CPU.
-        aux_ids: Layers compared with transformers beside the default ones.
-        wrapped_weights: Prefix that the published checkpoint adds to all names.
+        processors: Where SGLang's logits processors are in it.
+        skipped: Layers that do not run on text (cross-attention to an image).
+        dropped_bias: Whether the head has a bias that SGLang's own logits processor leaves out.
     """
 
     name: str
@@ -76,7 +79,9 @@ class Architecture:
     rule: str = "as given, ascending"
     finish: Callable[[Path], None] | None = None
     substitutes: tuple[str, ...] = ()
-    aux_ids: tuple[int, ...] = (0, 3, LAYERS - 2, LAYERS - 1)
+    processors: tuple[str, ...] = ("logits_processor",)
+    skipped: tuple[int, ...] = ()
+    dropped_bias: bool = False
 
 
 def dimensions(*without: str, **overrides: Any) -> dict[str, Any]:
@@ -207,7 +212,7 @@ def llama4() -> tf.PreTrainedModel:
 
 def mllama() -> tf.PreTrainedModel:
     configs = tf.models.mllama.configuration_mllama
-    text = configs.MllamaTextConfig(**dimensions("head_dim", cross_attention_layers=[3], rope_scaling=DEFAULT_ROPE))
+    text = configs.MllamaTextConfig(**dimensions("head_dim", cross_attention_layers=[2], rope_scaling=DEFAULT_ROPE))
     vision = configs.MllamaVisionConfig(
         **{k: v for k, v in VISION.items() if k != "num_attention_heads"},
         attention_heads=2,
@@ -228,17 +233,13 @@ def pixtral() -> tf.PixtralVisionConfig:
 def mistral3() -> tf.PreTrainedModel:
     text = tf.MistralConfig(**dimensions(sliding_window=None))
     names = {"image_token_index": IMAGE, "vision_feature_layer": -1, "tie_word_embeddings": False}
-    return tf.Mistral3ForConditionalGeneration(
-        tf.Mistral3Config(text_config=text, vision_config=pixtral(), **names)
-    )
+    return tf.Mistral3ForConditionalGeneration(tf.Mistral3Config(text_config=text, vision_config=pixtral(), **names))
 
 
 def llava_pixtral() -> tf.PreTrainedModel:
     names = {"image_token_index": IMAGE, "vision_feature_layer": -1, "tie_word_embeddings": False}
     text = tf.LlamaConfig(**dimensions())
-    config = tf.LlavaConfig(
-        text_config=text, vision_config=pixtral(), vision_feature_select_strategy="full", **names
-    )
+    config = tf.LlavaConfig(text_config=text, vision_config=pixtral(), vision_feature_select_strategy="full", **names)
     return tf.LlavaForConditionalGeneration(config)
 
 
@@ -253,9 +254,7 @@ def minicpm_as_granite() -> tf.PreTrainedModel:
 
 
 def cohere() -> tf.PreTrainedModel:
-    return tf.CohereForCausalLM(
-        tf.CohereConfig(**dimensions("head_dim", logit_scale=0.0625, tie_word_embeddings=True))
-    )
+    return tf.CohereForCausalLM(tf.CohereConfig(**dimensions("head_dim", logit_scale=0.0625, tie_word_embeddings=True)))
 
 
 def phi() -> tf.PreTrainedModel:
@@ -334,9 +333,7 @@ def publish_minicpm(folder: Path) -> None:
 
 ARCHITECTURES = [
     Architecture("Llama", llama, "LlamaForCausalLM"),
-    Architecture(
-        "Llama, tied", lambda: llama(tie_word_embeddings=True), "LlamaForCausalLM", head="tied"
-    ),
+    Architecture("Llama, tied", lambda: llama(tie_word_embeddings=True), "LlamaForCausalLM", head="tied"),
     Architecture("Qwen2", lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**dimensions("head_dim"))), "Qwen2ForCausalLM"),
     Architecture("Qwen3", lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**dimensions())), "Qwen3ForCausalLM"),
     Architecture("Qwen3-MoE", qwen3_moe, "Qwen3MoeForCausalLM"),
@@ -352,7 +349,7 @@ ARCHITECTURES = [
         head="tied, softcap",
         serving=NO_SETTER,
         finish=edit_config(hidden_act="gelu_pytorch_tanh"),
-        substitutes=("attention",),
+        substitutes=("attention", "final_soft_cap"),
     ),
     Architecture(
         "Gemma-3", lambda: tf.Gemma3ForCausalLM(gemma3_config()), "Gemma3ForCausalLM", head="tied", serving=DELTA_ONLY
@@ -365,6 +362,7 @@ ARCHITECTURES = [
         head="tied",
         serving=DELTA_ONLY,
         finish=publish_gemma3_vision,
+        processors=INNER,
     ),
     Architecture("Qwen2.5-VL", qwen2_5_vl, "Qwen2_5_VLForConditionalGeneration"),
     Architecture("Qwen3-VL", qwen3_vl, "Qwen3VLForConditionalGeneration"),
@@ -402,6 +400,7 @@ ARCHITECTURES = [
         rule="plus one unless the first is 1",
         finish=wrap_in_kimi,
         substitutes=("attention",),
+        processors=INNER,
     ),
     Architecture(
         "Llama-4",
@@ -409,15 +408,16 @@ ARCHITECTURES = [
         "Llama4ForConditionalGeneration",
         path="language_model.model",
         substitutes=("rope_in_place", "router_weight_on_input"),
+        processors=(*INNER, "logits_processor"),
     ),
     Architecture(
         "Mllama",
         mllama,
         "MllamaForConditionalGeneration",
         path="language_model.model",
-        head="embedding has 8 more rows",
+        head="plain; the embedding has 8 more rows",
         serving=NO_SETTER,
-        aux_ids=(0, 2, LAYERS - 2, LAYERS - 1),
+        skipped=(2,),
     ),
     Architecture(
         "GLM-4",
@@ -451,12 +451,22 @@ ARCHITECTURES = [
     ),
     # SGLang calls the setter of the root, and Llava's (Mistral-3's inner model too) has none; its Llama's is not asked.
     Architecture(
-        "Mistral-3", mistral3, "LlavaForConditionalGeneration", path="language_model.model", serving=NO_SETTER
+        "Mistral-3",
+        mistral3,
+        "LlavaForConditionalGeneration",
+        path="language_model.model",
+        serving=NO_SETTER,
+        processors=INNER,
     ),
     Architecture(
-        "Llava + Pixtral", llava_pixtral, "LlavaForConditionalGeneration", path="language_model.model", serving=NO_SETTER
+        "Llava + Pixtral",
+        llava_pixtral,
+        "LlavaForConditionalGeneration",
+        path="language_model.model",
+        serving=NO_SETTER,
+        processors=INNER,
     ),
-    Architecture("Phi-2", phi, "PhiForCausalLM", stream="h", head="bias", serving=NO_SETTER),
+    Architecture("Phi-2", phi, "PhiForCausalLM", stream="h", head="bias", serving=NO_SETTER, dropped_bias=True),
 ]
 BY_NAME = {a.name: a for a in ARCHITECTURES}
 
@@ -491,7 +501,7 @@ def save(architecture: Architecture, folder: Path) -> tf.PreTrainedModel:
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers computes: the stream after each layer ``[T, H]`` (None where it did not run), logits ``[T, V]``."""
+    """What transformers computes: logits ``[T, V]`` and each layer's stream ``[T, H]``, None where it did not run."""
 
     streams: list[torch.Tensor | None]
     logits: torch.Tensor

@@ -15,11 +15,13 @@ from unittest import mock
 import torch
 
 
-def attention() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def attention() -> Iterator[None]:
     """Attention from q, k and v alone, with what ``torch_native`` leaves out or cannot do.
 
     It ignores ``logit_cap`` (Gemma-2), takes no sinks (gpt-oss), and cannot write MLA's keys and values, which are of
-    different widths (DeepSeek). A batch here has no prefix, so the KV cache is not needed.
+    different widths (DeepSeek). A batch here has no prefix, so the KV cache is not needed. With the cap applied, our
+    own refusal of soft-capped attention on a CPU has no ground.
     """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -30,7 +32,11 @@ def attention() -> contextlib.AbstractContextManager[Any]:
         parts = [x.split(list(batch.extend_seq_lens_cpu)) for x in (q, k, v)]
         return torch.cat([attend(*qkv, layer, sinks) for qkv in zip(*parts, strict=True)])
 
-    return mock.patch.object(TorchNativeAttnBackend, "forward_extend", forward_extend)
+    with (
+        mock.patch.object(TorchNativeAttnBackend, "forward_extend", forward_extend),
+        mock.patch("nemo_eagle3_sglang.engine.versions.check_attention"),
+    ):
+        yield
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -47,6 +53,16 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, sinks:
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores).view(heads, 1, 1).expand(heads, length, 1)], -1)
     return (scores.softmax(-1)[..., :length] @ v).transpose(0, 1).reshape(length, -1)
+
+
+def final_soft_cap() -> contextlib.AbstractContextManager[Any]:
+    """The logits processor's soft cap in torch: SGLang's own is a Triton kernel, which needs a GPU."""
+    from sglang.srt.layers import logits_processor
+
+    def cap_in_place(logits: torch.Tensor, cap: float) -> None:
+        logits.copy_(cap * torch.tanh(logits / cap))
+
+    return mock.patch.object(logits_processor, "fused_softcap", cap_in_place)
 
 
 def any_backend_for_gpt_oss() -> contextlib.AbstractContextManager[Any]:
@@ -106,14 +122,25 @@ def router_weight_on_input() -> contextlib.AbstractContextManager[Any]:
 
 
 SUBSTITUTES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    f.__name__: f for f in (attention, any_backend_for_gpt_oss, rope_in_place, router_weight_on_input)
+    f.__name__: f
+    for f in (
+        attention,
+        final_soft_cap,
+        any_backend_for_gpt_oss,
+        rope_in_place,
+        router_weight_on_input,
+    )
 }
 
 
 @contextlib.contextmanager
 def substituted(names: tuple[str, ...]) -> Iterator[None]:
-    """Put the named substitutes in place, and SGLang's own code back afterwards."""
+    """Put the named substitutes in place, and SGLang's own code back afterwards.
+
+    Nothing is compiled meanwhile: SGLang decorates some small functions with ``torch.compile``, a minute each here.
+    """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for name in names:
             stack.enter_context(SUBSTITUTES[name]())
         yield

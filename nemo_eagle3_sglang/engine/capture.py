@@ -97,8 +97,8 @@ def find_text_model(model: nn.Module, info: TargetInfo) -> TextModel:
     if len(found) != 1:
         names = ", ".join(m.path or "(root)" for m in found) or "none"
         raise CaptureError(
-            f"{type(model).__name__}: {len(found)} modules own {info.num_hidden_layers} decoder layers and a vocabulary "
-            f"embedding ({names}); exactly one must"
+            f"{type(model).__name__}: {len(found)} modules own {info.num_hidden_layers} decoder layers and a "
+            f"vocabulary embedding ({names}); exactly one must"
         )
     return found[0]
 
@@ -173,9 +173,9 @@ class Head:
         return self._vocab_size if weight is None else weight.shape[0]
 
     @property
-    def claimed_rows(self) -> int:
-        """Columns that the model's own processor leaves of the logits."""
-        return int(self._processor.vocab_size)
+    def claimed_rows(self) -> set[int]:
+        """What the processor trims the logits to, and the rows without padding as the head states them, if it does."""
+        return {self._processor.vocab_size, getattr(self._lm_head, "org_vocab_size", self._processor.vocab_size)}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[n, V]`` of ``hidden`` ``[n, H]``: projection, scale, trim, soft cap, in that order."""
@@ -343,6 +343,7 @@ class Capture:
         self._drop()
         self._head = None
         self._taps = []
+        del self.text_model
 
 
 def _distance(norm: nn.Module, stream: torch.Tensor, last: torch.Tensor) -> float:

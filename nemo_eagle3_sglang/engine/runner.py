@@ -65,6 +65,7 @@ class SGLangRunner:
         try:
             with versions.build_environment(request.device):
                 model_runner = versions.construct(server_args, gpu_id)
+            versions.check_attention(model_runner.model, server_args)
             runner = cls(model_runner, request, owns_group)
         except BaseException:
             versions.release_groups(owns_group)
@@ -173,9 +174,11 @@ class SGLangRunner:
 
     def _check_rows(self) -> None:
         embedding, head, vocab = self._capture.text_model.embedding, self._capture.head(), self.info.vocab_size
-        claimed = getattr(embedding, "org_vocab_size", None)
+        # An embedding may hold more tokens than the head predicts (Mllama's image token); they are past the first V.
+        claimed = min(getattr(embedding, "org_vocab_size", vocab), vocab)
         self_check.check_rows("input embedding", embedding.weight.shape[0], vocab, claimed)
-        self_check.check_rows("output head", head.rows, vocab, head.claimed_rows)
+        for claimed in head.claimed_rows:
+            self_check.check_rows("output head", head.rows, vocab, claimed)
 
     def _check_length(self, request: BackendRequest) -> None:
         if request.seq_length > self.max_sequence_length:
@@ -193,13 +196,15 @@ class SGLangRunner:
     def close(self) -> None:
         """Free the model, its KV pool and SGLang's process groups; another runner can then be built.
 
-        The default process group survives if it was there before.
+        The default process group survives if it was there before. Tensors that were handed out as views of the
+        target's weights (:meth:`input_embeddings`) are gone with it.
         """
         if self._model_runner is None:
             return
+        model_runner, self._model_runner = self._model_runner, None
         self._capture.close()
-        del self._capture.text_model
-        self._model_runner = None
+        versions.free_memory(model_runner)
+        del model_runner
         versions.release_groups(self._owns_group)
         gc.collect()
         if self.device.type == "cuda":

@@ -99,6 +99,8 @@ def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def _explain(candidate: Sequence[int], wanted: Sequence[int], found: Sequence[int | None]) -> str:
     if len(found) != len(wanted):
         return f"With ids {list(candidate)} it captures {len(found)} states instead of {len(wanted)}."
+    if not any(got is not None for got in found):
+        return f"With ids {list(candidate)}, it gives no layer's residual stream for any of them."
     parts = [
         f"layer {want} it gives " + ("no layer's residual stream" if got is None else f"the output of layer {got}")
         for want, got in zip(wanted, found, strict=True)
@@ -111,8 +113,8 @@ def check_setter(model: nn.Module) -> None:
     """Raise ``ConfigError`` for a model that SGLang cannot serve with an EAGLE-3 draft at all."""
     if not callable(getattr(model, SETTER, None)):
         raise ConfigError(
-            f"recipe_args.capture: 'serving' is not possible with {type(model).__name__}: SGLang has no EAGLE-3 capture "
-            f"for it (no {SETTER}), so it cannot serve the draft; {RESIDUAL_CHOICE}"
+            f"recipe_args.capture: 'serving' is not possible with {type(model).__name__}: SGLang has no EAGLE-3 "
+            f"capture for it (no {SETTER}), so it cannot serve the draft; {RESIDUAL_CHOICE}"
         )
 
 

@@ -34,18 +34,49 @@ OWNED: dict[str, str] = {
     "trust_remote_code": "it is recipe_args.trust_remote_code",
     "device": "it is recipe_args.device",
     **dict.fromkeys(
-        ("tp_size", "pp_size", "dp_size", "ep_size", "moe_dp_size", "attn_cp_size", "dcp_size", "nnodes", "node_rank")
-        + ("base_gpu_id", "gpu_id_step", "dist_init_addr", "enable_dp_attention", "enable_dp_lm_head"),
+        (
+            "tp_size",
+            "pp_size",
+            "dp_size",
+            "ep_size",
+            "moe_dp_size",
+            "attn_cp_size",
+            "dcp_size",
+            "nnodes",
+            "node_rank",
+            "base_gpu_id",
+            "gpu_id_step",
+            "dist_init_addr",
+            "enable_dp_attention",
+            "enable_dp_lm_head",
+        ),
         ONE_PROCESS,
     ),
     **dict.fromkeys(
-        ("host", "port", "nccl_port", "skip_tokenizer_init", "disable_radix_cache", "disable_overlap_schedule")
-        + ("chunked_prefill_size", "is_embedding", "disaggregation_mode", "enable_return_hidden_states"),
+        (
+            "host",
+            "port",
+            "nccl_port",
+            "skip_tokenizer_init",
+            "disable_radix_cache",
+            "disable_overlap_schedule",
+            "chunked_prefill_size",
+            "is_embedding",
+            "disaggregation_mode",
+            "enable_return_hidden_states",
+        ),
         NO_SERVER,
     ),
     **dict.fromkeys(
-        ("disable_cuda_graph", "disable_piecewise_cuda_graph", "cuda_graph_bs", "cuda_graph_max_bs")
-        + ("enable_two_batch_overlap", "enable_lora", "lora_paths"),
+        (
+            "disable_cuda_graph",
+            "disable_piecewise_cuda_graph",
+            "cuda_graph_bs",
+            "cuda_graph_max_bs",
+            "enable_two_batch_overlap",
+            "enable_lora",
+            "lora_paths",
+        ),
         EAGER,
     ),
 }
@@ -87,6 +118,7 @@ def check_options(request: BackendRequest) -> None:
         if reason:
             raise ConfigError(f"{where}: {value!r} cannot be set, {reason}; remove it")
     _check_device(request)
+    _check_sizes(request)
     sglang_dtype(request.options.get("dtype"))
 
 
@@ -96,6 +128,23 @@ def _check_device(request: BackendRequest) -> None:
         raise ConfigError(
             "SGLANG_USE_CPU_ENGINE is set: SGLang's AMX engine is not supported here; unset it to train on a CPU"
         )
+
+
+def _check_sizes(request: BackendRequest) -> None:
+    """Refuse what is known to be too small or no share before any weights load."""
+    share = request.options.get("mem_fraction_static", MEM_FRACTION_STATIC)
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
+        raise ConfigError(
+            f"recipe_args.sglang_args.mem_fraction_static: {share!r} is no share of the GPU's memory; write a number "
+            f"between 0 and 1, e.g. {MEM_FRACTION_STATIC}"
+        )
+    for name in ("max_total_tokens", "context_length"):
+        size = request.options.get(name)
+        if isinstance(size, int) and size < request.seq_length:
+            raise ConfigError(
+                f"recipe_args.seq_length: {request.seq_length} is longer than sglang_args.{name}: {size}; "
+                f"raise recipe_args.sglang_args.{name} or lower seq_length"
+            )
 
 
 def _adapter_fields(request: BackendRequest) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PretrainedConfig
 
 from nemo_eagle3_sglang.config.schema import RecipeArgs
@@ -268,7 +269,8 @@ class Drafts:
         # A class that somebody else registered is taken at its word.
         own = bool(problems) and self._registry[name].draft_cls.__module__.startswith("nemo_automodel.")
         if own:
-            logger.info(
+            # A warning, because no handler shows lower levels before the recipe has set up logging.
+            logger.warning(
                 "%s: AutoModel's own draft would not be served as trained (%s); a plain Llama layer is trained",
                 name,
                 ", ".join(problems),
@@ -330,7 +332,7 @@ def read_file(path: str | Path, text: PretrainedConfig) -> dict[str, Any]:
         raise ConfigError(f"{where} lacks {', '.join(missing)}")
     try:
         config = draft_config(text, values)
-    except (ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{where} is not a Llama config: {error}") from error
     if problems := obstacles(config):
         raise ConfigError(f"{where}: {', '.join(problems)}: SGLang would not serve it as trained; write a plain layer")

@@ -12,10 +12,13 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
+
+from packaging.specifiers import SpecifierSet
 
 from nemo_eagle3_sglang.errors import ConfigError
 
@@ -28,6 +31,8 @@ BACKEND_KEY = "recipe_args.target_model_backend"
 REMOTE_LAUNCHERS = ("skypilot", "nemo_run")
 
 CONFIG_ERROR_STATUS = 2
+
+AUTOMODEL_SUPPORTED = SpecifierSet(">=0.6.0,<0.7")
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,12 @@ def check_automodel_installed() -> None:
         raise ConfigError(
             "training needs NeMo AutoModel, which is not installed here (package nemo_automodel not found). "
             "Install it with: pip install 'nemo-eagle3-sglang[all]'"
+        )
+    version = metadata.version("nemo-automodel")
+    if not AUTOMODEL_SUPPORTED.contains(version, prereleases=True):
+        raise ConfigError(
+            f"nemo-automodel {version} is installed; this version of nemo-eagle3-sglang works with "
+            f"{AUTOMODEL_SUPPORTED} only (0.6.0 with sglang 0.5.17): pip install 'nemo-eagle3-sglang[all]'"
         )
 
 

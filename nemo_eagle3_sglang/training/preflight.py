@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_eagle3_sglang.config.schema import RecipeArgs
@@ -75,7 +76,7 @@ def load_target_config(args: RecipeArgs) -> PretrainedConfig:
         raise ConfigError(f"recipe_args.target_model_name_or_path: {target} holds no config.json")
     try:
         return AutoConfig.from_pretrained(target, trust_remote_code=args.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, AttributeError, StrictDataclassError) as error:
         raise ConfigError(f"recipe_args.target_model_name_or_path: {target!r} cannot be read: {error}") from error
 
 

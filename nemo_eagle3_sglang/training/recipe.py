@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from nemo_automodel._transformers.auto_tokenizer import NeMoAutoTokenizer
 from nemo_automodel.components.checkpoint.utils import find_latest_checkpoint
 from nemo_automodel.components.config.loader import ConfigNode
@@ -95,6 +96,17 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
             runner.close()
             raise
 
+    def _build_train_dataloader(self, data_path: Any, split: str | None) -> Any:
+        """Let padding be padding where the tokenizer's pad id is 0.
+
+        ``ChatDataset`` takes ``pad_token_id or eos_token_id``, so that 0 becomes the end-of-sequence id and
+        the attention mask all ones: the loss is right, but the target would run over every padding token.
+        """
+        loader = super()._build_train_dataloader(data_path, split)
+        if self.tokenizer.pad_token_id == 0 and hasattr(loader.dataset, "pad_token_id"):
+            loader.dataset.pad_token_id = 0
+        return loader
+
     def _forward_batch(self, batch: dict[str, torch.Tensor], target_batch: Any = None) -> Any:
         """Count the real tokens while the batch is still on the host, where it costs no synchronisation."""
         if self.trainer_module.training:
@@ -125,7 +137,8 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         latest = find_latest_checkpoint(self.checkpoint_config.checkpoint_dir)
         draft = Path(str(latest)) / "model" / "consolidated" if latest else None
         if draft is not None and draft.is_dir():
-            print(f"Draft: {draft}\nServe it:\n{serve_command(self.cfg.recipe_args.target_model_name_or_path, str(draft))}")
+            target = self.cfg.recipe_args.target_model_name_or_path
+            print(f"Draft: {draft}\nServe it:\n{serve_command(target, str(draft))}")
         elif latest:
             print(f"Checkpoint: {latest} (no consolidated export; set checkpoint.save_consolidated: true)")
 
@@ -166,7 +179,7 @@ def plan_aux_layers(runner: TargetRunner, aux_layer_ids: Sequence[int] | None) -
 
 
 def check_run(config: Config) -> draft_registry.Choice:
-    """Run all checks, the cheap ones first and the one that writes (the output folder) last; return the draft.
+    """Run all checks, the cheap ones first, and return the draft; nothing is written.
 
     Raises:
         ConfigError: See ``preflight.py``, ``chat_data.py`` and ``engine.check_request``.
@@ -185,6 +198,9 @@ def check_run(config: Config) -> draft_registry.Choice:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         _check_backend(backend_request(args, device, dtype), args.target_model_backend)
     preflight.check_output_dir(args.output_dir)
+    checkpoint = config.checkpoint
+    if checkpoint is not None and checkpoint.enabled and checkpoint.checkpoint_dir is not None:
+        preflight.check_output_dir(checkpoint.checkpoint_dir, "checkpoint.checkpoint_dir")
     return draft
 
 
@@ -217,9 +233,7 @@ def _check_backend(request: BackendRequest, backend: str) -> None:
 
 
 def _check_data(args: RecipeArgs) -> None:
-    tokenizer = NeMoAutoTokenizer.from_pretrained(
-        args.target_model_name_or_path, trust_remote_code=args.trust_remote_code
-    )
+    tokenizer = _load_tokenizer(args)
     for key, paths in (("train_data_path", args.train_data_path), ("val_data_path", args.val_data_path)):
         if paths is None:
             continue
@@ -229,8 +243,25 @@ def _check_data(args: RecipeArgs) -> None:
             _check_mask(f"recipe_args.{key}", chat_data.sample(key, files, MASK_SAMPLE), tokenizer, args)
 
 
+def _load_tokenizer(args: RecipeArgs) -> Any:
+    key, target = "recipe_args.target_model_name_or_path", args.target_model_name_or_path
+    try:
+        tokenizer = NeMoAutoTokenizer.from_pretrained(target, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{key}: the tokenizer of {target!r} cannot be loaded: {reason}") from error
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"{key}: the tokenizer of {target} has no chat template; put a chat_template.jinja beside it, "
+            "with {% generation %} … {% endgeneration %} around the assistant's text"
+        )
+    return tokenizer
+
+
 def _check_mask(key: str, rows: list[Mapping[str, Any]], tokenizer: Any, args: RecipeArgs) -> None:
     """Render a few rows as the training will, and refuse a mask that marks no token."""
+    if not any(chat_data.has_answer(row) for row in rows):
+        raise ConfigError(f"{key}: none of the first {len(rows)} rows has an assistant turn, and only those are learnt")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -244,18 +275,19 @@ def _check_mask(key: str, rows: list[Mapping[str, Any]], tokenizer: Any, args: R
             mask_reasoning_content=args.mask_reasoning_content,
         )
         try:
-            marked = sum(sum(dataset[i]["loss_mask"]) for i in range(len(dataset)))
-        except (ValueError, KeyError, TypeError) as error:
+            samples = [dataset[i] for i in range(len(dataset))]
+        except (ValueError, KeyError, TypeError, AssertionError, TemplateError) as error:
             raise ConfigError(f"{key}: a row cannot be rendered with the target's chat template: {error}") from error
-    if marked == 0:
-        template = str(tokenizer.chat_template)
-        cause = (
-            f"every prompt fills seq_length {args.seq_length}, or no row has an assistant turn"
-            if "generation" in template
-            else "the chat template marks no assistant text: put {% generation %} … {% endgeneration %} around it in "
-            f"{args.target_model_name_or_path}'s chat_template"
-        )
-        raise ConfigError(f"{key}: in the first {len(rows)} rows no token would be trained on; {cause}")
+    if any(sum(sample["loss_mask"]) for sample in samples):
+        return
+    cut = all(len(sample["input_ids"]) >= args.seq_length for sample in samples)
+    cause = (
+        f"every prompt fills seq_length {args.seq_length}; raise it"
+        if cut
+        else "the chat template marks no assistant text: put {% generation %} … {% endgeneration %} around it in "
+        f"{args.target_model_name_or_path}'s chat_template"
+    )
+    raise ConfigError(f"{key}: in the first {len(rows)} rows no token would be trained on; {cause}")
 
 
 def run_recipe(config: dict[str, Any]) -> None:

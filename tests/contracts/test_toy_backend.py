@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -168,13 +169,14 @@ def test_a_draft_is_trained_through_it(tmp_path: Path):
     tiny_models.write_chat(tmp_path / "train.jsonl", 24)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(tmp_path)))
     env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
+    path = os.pathsep.join([str(site), *filter(None, [env.get("PYTHONPATH")])])
     done = subprocess.run(
         [Path(sys.executable).with_name("nemo-eagle3-sglang"), "train", "run.yaml", "--recipe_args.num_epochs=3"],
         capture_output=True,
         text=True,
         timeout=240,
         cwd=tmp_path,
-        env=env | {"PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""},
+        env=env | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
@@ -186,7 +188,7 @@ def test_a_draft_is_trained_through_it(tmp_path: Path):
     losses = [point["train/loss"] for point in metrics if "train/loss" in point]
     assert len(losses) == 24 // 4 * 3 // 2
     assert losses[-1] < losses[0] - 0.1
-    (draft,) = (tmp_path / "out/checkpoints").glob("*/model/consolidated")
+    draft = Path(re.findall(r"^Draft: (.+)$", done.stdout, flags=re.MULTILINE)[-1])
     eagle = json.loads((draft / "config.json").read_text())["eagle_config"]
     assert eagle["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
     (file,) = draft.glob("*.safetensors")

@@ -7,10 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import targets_table
 import tiny_models
 
 from nemo_eagle3_sglang.engine.runner import SGLangRunner
 from nemo_eagle3_sglang.hf_runner import HFRunner
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--targets-table", type=Path, help="write the results of test_architectures.py to this page")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if (path := session.config.getoption("targets_table", None)) and exitstatus == 0:
+        note = targets_table.write(path)
+        session.config.pluginmanager.get_plugin("terminalreporter").write_line(f"\n{note}")
+
 
 @pytest.fixture
 def open_runner(tmp_path: Path) -> Iterator[Callable[..., SGLangRunner]]:

@@ -73,10 +73,17 @@ def test_life_of_a_runner(open_runner, monkeypatch):
 
     # close() is final, can be repeated, and lets everything go.
     model = weakref.ref(runner._model_runner.model)
+    held = [*runner._model_runner.model.parameters(), *runner._model_runner.token_to_kv_pool.k_buffer]
     runner.close()
+    # Storages go even where something still refers to the tensors, as happens inside SGLang on a GPU.
+    assert not any(tensor.untyped_storage().nbytes() for tensor in held)
+    del held
     runner.close()
     gc.collect()
     assert model() is None
+    from sglang.srt.model_executor import input_buffers
+
+    assert not input_buffers._forward_input_buffer_pool
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match="closed"):
         runner.forward(tokens_of(5), [5])
