@@ -10,6 +10,7 @@ backend registry is read from the installed metadata, and that the forms of the 
 AutoModel's own script. It does not prove that the dependencies resolve: ``uv sync --locked`` in CI's set-up line does.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from importlib.metadata import distribution, version
 from pathlib import Path
 
 import pytest
+import tiny_models
 import yaml
 
 from nemo_eagle3_sglang import __version__
@@ -29,7 +31,10 @@ REPO = Path(__file__).parents[2]
 SHIPPED = ("pyproject.toml", "README.md", "LICENSE", "nemo_eagle3_sglang", "nemo_eagle3_sglang_automodel.pth")
 AUTOMODEL = f"nemo-automodel=={version('nemo-automodel')}"
 NO_HOOK = "NEMO_EAGLE3_SGLANG_NO_HOOK"
-UV = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+# `uv run` names itself in UV, wherever it was installed.
+UV = os.environ.get("UV") or shutil.which(
+    "uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+)
 
 
 def run(*command: str | Path, cwd: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess:
@@ -105,6 +110,7 @@ once = pytest.mark.parametrize("environment", ENVIRONMENTS[-1:], indirect=True, 
 def environment(request, source, tmp_path_factory):
     installer, mode, order = request.param
     environment = Environment(tmp_path_factory.mktemp("environment"), installer)
+    environment.mode = mode
     ours = [source] if mode == "normal" else ["-e", source]
     for what in sorted([[AUTOMODEL], ours], key=lambda what: what == [AUTOMODEL], reverse=order == "automodel first"):
         environment.install(*what)
@@ -138,9 +144,52 @@ OTHER_FORMS = {
 }
 
 
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory):
+    """Return the YAML keys of a training of two steps on a tiny target."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_models.save_target(folder / "target")
+    tiny_models.write_chat(folder / "train.jsonl", 8)
+    return {
+        "recipe_args": {
+            "target_model_name_or_path": str(folder / "target"),
+            "target_model_backend": "sglang",
+            "train_data_path": str(folder / "train.jsonl"),
+            "seq_length": 64,
+            "micro_batch_size": 4,
+            "num_epochs": 1,
+            "ttt_steps": 2,
+            "draft_vocab_size": 100,
+            "log_every_steps": 1,
+        },
+        "optimizer": {"lr": 1.0e-3},
+    }
+
+
+# One form in each environment: what follows the launcher does not know by which form it was reached.
+TRAINED_FORMS = {
+    ("pip", "normal"): "finetune llm -c ours",
+    ("pip", "editable"): "automodel stock",
+    ("uv", "normal"): "automodel ours",
+    ("uv", "editable"): "finetune llm -c ours",
+}
+
+
+def test_a_draft_is_trained(environment, configs, tiny_run, tmp_path):
+    form = TRAINED_FORMS[environment.installer, environment.mode]
+    *command, config = FORMS[form](configs)
+    run = yaml.safe_load(config.read_text()) | tiny_run
+    run["recipe_args"] = run["recipe_args"] | {"output_dir": str(tmp_path / "out")}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    done = environment.program(*command, tmp_path / "run.yaml", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")
+    steps = [json.loads(line)["step"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2]
+    assert "Trained: loss" in done.stdout
+    assert list((tmp_path / "out/checkpoints").glob("epoch_*/model/consolidated/config.json"))
+
+
 # A request that only our launcher refuses, and before it reads any configuration, shows that the form arrives there.
-# TO WIRE: a real training of a tiny target. One form in each environment is enough (four trainings, not twelve), since
-# what follows the launcher does not know by which form it was reached.
+@once
 @pytest.mark.parametrize("form", FORMS)
 def test_form_reaches_our_launcher(environment, configs, form):
     refused_by_our_launcher(environment, FORMS[form](configs))
