@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from packaging.specifiers import SpecifierSet
 
-from nemo_eagle3_sglang.errors import ConfigError
+from nemo_eagle3_sglang.errors import CaptureError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ BACKEND_KEY = "recipe_args.target_model_backend"
 REMOTE_LAUNCHERS = ("skypilot", "nemo_run")
 
 CONFIG_ERROR_STATUS = 2
+CAPTURE_ERROR_STATUS = 1
 
 AUTOMODEL_SUPPORTED = SpecifierSet(">=0.6.0,<0.7")
 
@@ -92,12 +93,16 @@ def run(config_path: str | Path, overrides: Sequence[str], nproc_per_node: int |
 
 
 def exit_status(action: Callable[[], None]) -> int:
-    """Run ``action``; a ``ConfigError`` becomes its message on stderr and status 2, all else propagates."""
+    """Run ``action``; errors of ours become one line on stderr, anything else propagates.
+
+    Returns:
+        0, 2 for a ``ConfigError`` (the user can mend it), 1 for a ``CaptureError`` (the target cannot be trained on).
+    """
     try:
         action()
-    except ConfigError as error:
+    except (ConfigError, CaptureError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return CONFIG_ERROR_STATUS
+        return CONFIG_ERROR_STATUS if isinstance(error, ConfigError) else CAPTURE_ERROR_STATUS
     return 0
 
 

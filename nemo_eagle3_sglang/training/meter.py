@@ -32,6 +32,19 @@ class RunMeter:
         self._tokens += tokens
         self._tokens_total += tokens
 
+    def resume(self, step: int) -> None:
+        """Go on counting tokens where the run that wrote ``metrics.jsonl`` stood at ``step``."""
+        if self._path is None or step == 0 or not self._path.exists():
+            return
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                # A run that was killed while it wrote.
+                continue
+            if record["step"] <= step:
+                self._tokens_total = record["tokens"]
+
     def restart(self) -> None:
         """Start the clock of a window, so that set-up and evaluation are not counted as training time."""
         self._tokens, self._since = 0, time.perf_counter()

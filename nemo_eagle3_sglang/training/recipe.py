@@ -116,6 +116,7 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
     def _make_progress_bar(self, total: int | None = None, initial: int = 0) -> Any:
         """Keep AutoModel's bar, so that tokens/s and the accept length can be shown on it."""
         self.meter.bar = super()._make_progress_bar(total=total, initial=initial)
+        self.meter.resume(initial)
         self.meter.restart()
         return self.meter.bar
 
@@ -216,6 +217,10 @@ def _check_features(args: RecipeArgs) -> None:
         raise ConfigError(
             f"recipe_args.parallel_drafting: true needs full logits, which target_model_backend: {backend} does not "
             "give; write false, or target_model_backend: colocated"
+        )
+    if not args.freeze_embeddings and args.capture == "serving":
+        logger.warning(
+            "recipe_args.freeze_embeddings: false trains embeddings that SGLang replaces by the target's when it serves"
         )
     if args.target_prefetch_depth > 0:
         raise ConfigError(

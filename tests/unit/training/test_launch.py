@@ -10,7 +10,7 @@ import yaml
 
 from nemo_eagle3_sglang import backends
 from nemo_eagle3_sglang.config import load
-from nemo_eagle3_sglang.errors import ConfigError
+from nemo_eagle3_sglang.errors import CaptureError, ConfigError
 from nemo_eagle3_sglang.training import launch
 
 AUTOMODEL_STATUS = 7
@@ -199,3 +199,11 @@ def test_parser_agrees_with_automodels():
     ):
         args, rest = app.build_parser().parse_known_args(argv)
         assert launch.parse_command(argv) == launch.Command(Path(args.config), args.nproc_per_node, rest)
+
+
+def test_a_capture_error_is_one_line_and_status_1(capsys):
+    def action():
+        raise CaptureError("this model's capture is not understood")
+
+    assert launch.exit_status(action) == 1
+    assert capsys.readouterr().err == "error: this model's capture is not understood\n"

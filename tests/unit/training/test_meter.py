@@ -142,3 +142,20 @@ def test_no_summary_of_less_than_two_windows(points):
     for step in range(points):
         meter.log(point(1.0), step)
     assert meter.summary() is None
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = RunMeter(path)
+    first.count(100)
+    first.log({"train/loss": 2.0, "train/accuracy": 0.1}, step=2)
+    first.count(100)
+    first.log({"train/loss": 1.0, "train/accuracy": 0.2}, step=4)
+    with path.open("a") as sink:
+        sink.write('{"step": 6, "tok')
+    # The checkpoint is of step 2; what came after it is trained again.
+    second = RunMeter(path)
+    second.resume(2)
+    second.count(50)
+    second.log({"train/loss": 1.5, "train/accuracy": 0.2}, step=3)
+    assert '"step": 3, "tokens": 150' in path.read_text()
