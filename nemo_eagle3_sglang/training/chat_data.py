@@ -99,7 +99,7 @@ def rows(key: str, path: Path) -> Iterator[tuple[int, Any]]:
 
 def _parse(key: str, path: Path, number: int, text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text.strip())
     except json.JSONDecodeError as error:
         raise ConfigError(f"{key}: {path} line {number} is not JSON: {error.msg} (column {error.colno})") from error
 

@@ -86,6 +86,7 @@ def run(config_path: str | Path, overrides: Sequence[str], nproc_per_node: int |
     if nproc_per_node is None:
         _say_that_other_gpus_rest()
 
+    print("Loading NeMo AutoModel and its libraries, about 20 seconds ...", file=sys.stderr, flush=True)
     _hush_import_attempts()
     from nemo_eagle3_sglang.training.recipe import run_recipe
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from omegaconf import OmegaConf
 from transformers import AutoConfig, PretrainedConfig
 
 from nemo_eagle3_sglang.config.schema import RecipeArgs
@@ -72,12 +75,71 @@ def _cuda_problem(present: bool) -> str:
 def load_target_config(args: RecipeArgs) -> PretrainedConfig:
     """Load the target's config.json from a folder or the hub."""
     target = args.target_model_name_or_path
+    if _reads_as_folder(target) and not Path(target).is_dir():
+        raise ConfigError(f"recipe_args.target_model_name_or_path: there is no folder {target}")
     if Path(target).is_dir() and not (Path(target) / "config.json").is_file():
         raise ConfigError(f"recipe_args.target_model_name_or_path: {target} holds no config.json")
     try:
         return AutoConfig.from_pretrained(target, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError, ImportError, AttributeError, StrictDataclassError) as error:
         raise ConfigError(f"recipe_args.target_model_name_or_path: {target!r} cannot be read: {error}") from error
+
+
+def _reads_as_folder(target: str) -> bool:
+    """Return whether ``target`` can only be meant as a local folder, so that no hub need be asked."""
+    return (
+        target.startswith((".", "/", "~")) or target.count("/") > 1 or ("/" in target and Path(target).parent.is_dir())
+    )
+
+
+# What a checkpoint cannot be gone on without: the draft's weights mean nothing under another value.
+RESUME_FIXED = ("target_model_name_or_path", "aux_layer_ids", "capture", "draft_vocab_size", "draft_config")
+RESUME_NOTED = ("train_data_path", "seq_length", "micro_batch_size", "ttt_steps")
+
+
+def check_resume(checkpoint: Path, args: RecipeArgs, num_layers: int) -> list[str]:
+    """Compare the configuration that AutoModel keeps in a checkpoint with this run's.
+
+    Args:
+        checkpoint: Folder that the run would resume from.
+        args: This run's.
+        num_layers: N of the target.
+
+    Returns:
+        What else differs, to be logged: ``key: then -> now``.
+
+    Raises:
+        ConfigError: The target, the layers or the draft differ: training would silently go on with the wrong draft.
+    """
+    path = checkpoint / "config.yaml"
+    if not path.is_file():
+        return []
+    saved = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    then = saved.get("recipe_args", {}) if isinstance(saved, dict) else {}
+
+    def differing(keys: Sequence[str]) -> list[str]:
+        pairs = ((key, then.get(key, type(args).model_fields[key].default), getattr(args, key)) for key in keys)
+        return [
+            f"{key}: {old} -> {new}"
+            for key, old, new in pairs
+            if _comparable(key, old, num_layers) != _comparable(key, new, num_layers)
+        ]
+
+    if changed := differing(RESUME_FIXED):
+        raise ConfigError(
+            f"{checkpoint} is the checkpoint of another draft ({'; '.join(changed)}); this run would go on from it: "
+            "choose another recipe_args.output_dir, or remove the checkpoints"
+        )
+    return differing(RESUME_NOTED)
+
+
+def _comparable(key: str, value: Any, num_layers: int) -> Any:
+    """Return ``value`` in a form in which two ways to write the same thing are equal."""
+    if key == "aux_layer_ids":
+        return sorted(resolve_aux_layer_ids(value, num_layers))
+    if key in ("target_model_name_or_path", "draft_config") and value and Path(value).exists():
+        return str(Path(value).resolve())
+    return value
 
 
 def check_target(args: RecipeArgs, config: PretrainedConfig) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from nemo_automodel._transformers.auto_tokenizer import NeMoAutoTokenizer
-from nemo_automodel.components.checkpoint.utils import find_latest_checkpoint
+from nemo_automodel.components.checkpoint.utils import find_latest_checkpoint, resolve_restore_from_to_checkpoint_dir
 from nemo_automodel.components.config.loader import ConfigNode
 from nemo_automodel.components.datasets.llm.chat_dataset import ChatDataset
 from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3DraftModel
@@ -68,6 +68,8 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
             if self.target_wrapper is not None:
                 self.target_wrapper.close()
             raise
+        # At least two log points, so that also a short run says how the loss moved.
+        self.log_every_steps = min(self.log_every_steps, max(1, self.total_optim_steps // 2))
         if self.target_wrapper is not None and not config.recipe_args.parallel_drafting:
             ids = self._aux_plan.written if self._aux_plan else self.target_wrapper.aux_layer_ids
             trained = self._aux_plan.trained if self._aux_plan else ids
@@ -126,19 +128,32 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
 
     def run_train_validation_loop(self) -> None:
         """Train, then say what came out, where it is and how to serve it."""
+        start = self.runtime.global_step
+        if start and self.total_optim_steps <= start and self._resume_epoch < self.num_epochs:
+            self._finalize_training()
+            raise ConfigError(
+                f"the checkpoint in recipe_args.output_dir is at step {start}, past the {self.total_optim_steps} steps "
+                "of this run (other data or batch size?): choose another output_dir, or raise recipe_args.num_epochs"
+            )
         super().run_train_validation_loop()
         if self.dist_env.is_main:
-            self._report()
+            self._report(start)
 
-    def _report(self) -> None:
-        if summary := self.meter.summary():
-            print(f"\nTrained: {summary}")
+    def _report(self, start: int) -> None:
+        if self.runtime.global_step == start:
+            print(
+                f"\nNothing was trained: all {self.num_epochs} epochs were done before, at step {start}. "
+                "Raise recipe_args.num_epochs, or choose another output_dir."
+            )
+        elif summary := self.meter.summary():
+            print(f"\nTrained{f' from step {start}' if start else ''}: {summary}")
         if not self.checkpoint_config.enabled:
             return
         latest = find_latest_checkpoint(self.checkpoint_config.checkpoint_dir)
         draft = Path(str(latest)) / "model" / "consolidated" if latest else None
         if draft is not None and draft.is_dir():
             target = self.cfg.recipe_args.target_model_name_or_path
+            target = str(Path(target).resolve()) if Path(target).is_dir() else target
             print(f"Draft: {draft}\nServe it:\n{serve_command(target, str(draft))}")
         elif latest:
             print(f"Checkpoint: {latest} (no consolidated export; set checkpoint.save_consolidated: true)")
@@ -202,7 +217,22 @@ def check_run(config: Config) -> draft_registry.Choice:
     checkpoint = config.checkpoint
     if checkpoint is not None and checkpoint.enabled and checkpoint.checkpoint_dir is not None:
         preflight.check_output_dir(checkpoint.checkpoint_dir, "checkpoint.checkpoint_dir")
+    _check_resume(config, target_config.get_text_config().num_hidden_layers)
     return draft
+
+
+def _check_resume(config: Config, num_layers: int) -> None:
+    """Refuse to go on from the checkpoint of another draft; AutoModel resumes whatever it finds."""
+    checkpoint = config.checkpoint
+    if checkpoint is not None and not checkpoint.enabled:
+        return
+    root = (checkpoint and checkpoint.checkpoint_dir) or str(Path(config.recipe_args.output_dir) / "checkpoints")
+    wanted = checkpoint and checkpoint.restore_from
+    found = resolve_restore_from_to_checkpoint_dir(root, wanted) if wanted else find_latest_checkpoint(root)
+    if found is None:
+        return
+    for change in preflight.check_resume(Path(str(found)), config.recipe_args, num_layers):
+        logger.warning("Resuming from %s with another %s", found, change)
 
 
 def _check_features(args: RecipeArgs) -> None:

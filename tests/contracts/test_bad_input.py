@@ -202,7 +202,7 @@ def test_an_architecture_without_draft(case, architectures):
 def test_no_such_target(case):
     target = str(case.folder / "nothing")
     message = case.refused(target_model_name_or_path=target)
-    assert message.startswith(f"recipe_args.target_model_name_or_path: '{target}' cannot be read")
+    assert message == f"recipe_args.target_model_name_or_path: there is no folder {target}"
 
 
 def test_a_target_without_tokenizer(case):

@@ -117,7 +117,7 @@ def test_quick_start_recipe_trains(smollm2, out, sglang_args):
     command = [
         sys.executable, "-m", "nemo_eagle3_sglang.cli", "train", "recipes/smollm2_eagle3_sglang.yaml",
         f"--recipe_args.target_model_name_or_path={smollm2}", f"--recipe_args.train_data_path={rows}",
-        f"--recipe_args.output_dir={out / 'draft'}", f"--checkpoint.checkpoint_dir={out / 'draft' / 'checkpoints'}",
+        f"--recipe_args.output_dir={out / 'draft'}",
         "--recipe_args.num_epochs=8", "--recipe_args.micro_batch_size=8", "--recipe_args.log_every_steps=20",
         *[f"--recipe_args.sglang_args.{k}={v}" for k, v in sglang_args.items()],
     ]  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+import yaml
 
 from nemo_eagle3_sglang.config.schema import RecipeArgs
 from nemo_eagle3_sglang.errors import ConfigError
@@ -223,3 +224,52 @@ def test_output_dir_on_a_full_or_read_only_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.tempfile, "TemporaryFile", refuse)
     with pytest.raises(ConfigError, match="cannot be written: Read-only file system"):
         preflight.check_output_dir(str(tmp_path))
+
+
+# Resuming
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A checkpoint as AutoModel leaves it, with the configuration of the run that made it."""
+
+    def write(**changes):
+        config = {"recipe_args": recipe_args().model_dump(exclude_unset=True) | changes}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ({}, {"target": "owner/other"}),
+        ({}, {"aux_layer_ids": [2, 4, 6]}),
+        ({}, {"draft_vocab_size": 100}),
+        ({"draft_vocab_size": 100}, {}),
+        ({}, {"capture": "residual"}),
+    ],
+)
+def test_a_checkpoint_of_another_draft_is_refused(checkpoint, then, now):
+    (key,) = then or now
+    key = "target_model_name_or_path" if key == "target" else key
+    with pytest.raises(ConfigError, match=f"another draft .{key}: .*another recipe_args.output_dir"):
+        preflight.check_resume(checkpoint(**then), recipe_args(**now), 16)
+
+
+def test_a_checkpoint_of_the_same_draft_is_gone_on_with(checkpoint, tmp_path):
+    folder = checkpoint()
+    assert preflight.check_resume(folder, recipe_args(num_epochs=9, log_every_steps=3), 16) == []
+    # The default aux ids, written out, and in another order.
+    assert preflight.check_resume(folder, recipe_args(aux_layer_ids=[7, 1, 12]), 16) == []
+    noted = preflight.check_resume(folder, recipe_args(train_data_path="other.jsonl", seq_length=32), 16)
+    assert noted == ["train_data_path: train.jsonl -> other.jsonl", "seq_length: 64 -> 32"]
+    assert preflight.check_resume(tmp_path / "none", recipe_args(), 16) == []
+
+
+@pytest.mark.parametrize("target", ["./nope", "/nope", "a/b/c", "tests/nope"])
+def test_a_missing_folder_is_said_without_asking_a_hub(target, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[3])
+    with pytest.raises(ConfigError, match=f"there is no folder {target}"):
+        preflight.load_target_config(recipe_args(target))
