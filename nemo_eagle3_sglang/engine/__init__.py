@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nemo_eagle3_sglang.contracts import BackendRequest
+from nemo_eagle3_sglang.errors import ConfigError
 
 if TYPE_CHECKING:
     from nemo_eagle3_sglang.engine.runner import SGLangRunner
@@ -27,3 +28,8 @@ def check_request(request: BackendRequest) -> None:
 
     versions.check_installed()
     server_args.check_options(request)
+    if request.options.get("load_format") == "dummy":
+        raise ConfigError(
+            "recipe_args.sglang_args.load_format: 'dummy' gives the target random weights; there is nothing to learn "
+            "from them. Remove it"
+        )

@@ -209,10 +209,10 @@ class Capture:
 
     def set_layers(self, aux_layer_ids: Sequence[int]) -> None:
         """Hook exactly these layers; their states come back in this order."""
+        layers = {i: self.text_model.layers[i] for i in aux_layer_ids}
         self._unhook()
         self._aux_layer_ids = list(aux_layer_ids)
-        for i in self._aux_layer_ids:
-            self._hooks.append(self.text_model.layers[i].register_forward_hook(self._keep(i)))
+        self._hooks = [layer.register_forward_hook(self._keep(i)) for i, layer in layers.items()]
 
     def _keep(self, layer_id: int) -> Callable[..., None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -289,6 +289,8 @@ class Capture:
                 tap = self._reached()
                 self._add_residual = self._choose(outputs, tap.hidden)
                 self._head = Head(tap.processor, tap.lm_head[0], self._vocab_size)
+                if not bool(self._head(tap.hidden).isfinite().all()):
+                    raise CaptureError("the target's logits hold inf or nan: its weights are damaged")
         finally:
             handle.remove()
 

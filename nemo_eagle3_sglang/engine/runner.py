@@ -57,6 +57,7 @@ class SGLangRunner:
             CaptureError: The model's hidden states cannot be captured with certainty.
         """
         versions.check_installed()
+        versions.check_none_open()
         _check_group()
         server_args = build_server_args(request)
         logging.getLogger("sglang").setLevel(server_args.log_level.upper())

@@ -118,6 +118,14 @@ def build_environment(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def check_none_open() -> None:
+    """Raise ``RuntimeError`` while a runner is open: SGLang's groups are global, and building would destroy them."""
+    from sglang.srt.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("another SGLangRunner is open in this process; close() it first")
+
+
 def release_groups(owned: bool) -> None:
     """Destroy sglang's process groups, and the default group only where sglang made it (``owned``).
 

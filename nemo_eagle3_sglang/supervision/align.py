@@ -65,4 +65,4 @@ def pad(flat: torch.Tensor, slots: torch.Tensor, rows: int, length: int) -> torc
     """Put ``flat`` ``[n, K]`` at ``slots`` ``[n]`` of zero rows and return them as ``[rows, length, K]``."""
     padded = flat.new_zeros((rows * length, flat.shape[-1]))
     padded.index_copy_(0, slots, flat)
-    return padded.view(rows, length, -1)
+    return padded.view(rows, length, flat.shape[-1])

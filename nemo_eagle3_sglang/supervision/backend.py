@@ -65,6 +65,8 @@ class RunnerBackend:
             raise RuntimeError("set_vocab_mapping must be called before generate_batch")
         device, (rows, length) = self.runner.device, input_ids.shape
         input_ids, attention_mask, loss_mask = (x.to(device) for x in (input_ids, attention_mask, loss_mask))
+        if loss_mask.shape != input_ids.shape:
+            raise ValueError(f"loss_mask {tuple(loss_mask.shape)} must be as input_ids, {tuple(input_ids.shape)}")
         sequences = unpad(input_ids, attention_mask)
         states = self._forward(sequences)
         # The distribution at token u supervises slot u - 1 (shift to next-token positions); slot -1 does not exist.

@@ -12,6 +12,8 @@ from nemo_eagle3_sglang.errors import ConfigError
 
 # Columns that AutoModel's ChatDataset reads: OpenAI's and ShareGPT's.
 COLUMNS = ("messages", "conversations")
+ROLES = ("system", "user", "assistant", "tool")
+SHAREGPT_ROLES = ("system", "human", "user", "gpt", "assistant", "chatgpt", "model", "bot")
 JSON_LINES = (".jsonl", ".ndjson")
 # What AutoModel takes for the assistant: OpenAI's name, and those that ShareGPT data sets use.
 ASSISTANT_ROLES = ("assistant", "gpt", "chatgpt", "model", "bot")
@@ -56,6 +58,11 @@ def check_files(key: str, files: Sequence[Path]) -> None:
         count = 0
         for line, row in rows(key, path):
             count += 1
+            if (role := _unknown_role(row)) is not None:
+                raise ConfigError(
+                    f"{key}: {path} line {line} has a message of role {role!r}; known are {', '.join(ROLES)} "
+                    f"(in conversations: {', '.join(SHAREGPT_ROLES)})"
+                )
             if not _has_messages(row):
                 raise ConfigError(
                     f"{key}: {path} line {line} has no list of messages; each row is "
@@ -68,6 +75,17 @@ def check_files(key: str, files: Sequence[Path]) -> None:
 def _has_messages(row: Any) -> bool:
     columns = [row.get(name) for name in COLUMNS] if isinstance(row, dict) else []
     return any(isinstance(c, list) and c and all(isinstance(message, dict) for message in c) for c in columns)
+
+
+def _unknown_role(row: Any) -> Any:
+    """Return the first role that AutoModel's ChatDataset refuses, or None."""
+    if not _has_messages(row):
+        return None
+    if row.get("messages"):
+        roles, known = [message.get("role", "") for message in row["messages"]], ROLES
+    else:
+        roles, known = [turn.get("from", turn.get("role", "")) for turn in row["conversations"]], SHAREGPT_ROLES
+    return next((role for role in roles if role not in known), None)
 
 
 def has_answer(row: dict[str, Any]) -> bool:
@@ -89,6 +107,11 @@ def rows(key: str, path: Path) -> Iterator[tuple[int, Any]]:
             return
         with path.open(encoding="utf-8") as source:
             for number, text in enumerate(source, start=1):
+                if len(text.strip().splitlines()) > 1:
+                    raise ConfigError(
+                        f"{key}: {path} line {number} holds a bare U+2028, U+2029 or U+0085, where AutoModel would "
+                        "cut it; write it escaped (\\u2028), as json.dumps does"
+                    )
                 if text.strip():
                     yield number, _parse(key, path, number, text)
     except UnicodeDecodeError as error:
@@ -100,6 +123,8 @@ def rows(key: str, path: Path) -> Iterator[tuple[int, Any]]:
 def _parse(key: str, path: Path, number: int, text: str) -> Any:
     try:
         return json.loads(text.strip())
+    except RecursionError as error:
+        raise ConfigError(f"{key}: {path} line {number} is nested too deeply") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"{key}: {path} line {number} is not JSON: {error.msg} (column {error.colno})") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ class RunMeter:
             data: Keys as AutoModel logs them: ``train/loss``, ``train/accuracy``, ``train/tau_sim``, ``val/loss``, …
             step: Optimizer step.
         """
+        if not math.isfinite(data.get("train/loss", 0.0)):
+            raise FloatingPointError(
+                f"step {step}: train/loss is {data['train/loss']}; the draft holds no numbers any more. Lower "
+                "optimizer.lr, or look for inf/nan in the target's states; checkpoints before this step can be resumed"
+            )
         if "train/loss" in data:
             data = {**data, "train/tokens_per_second": self._tokens / max(time.perf_counter() - self._since, 1e-9)}
             self._first = self._first or data
@@ -78,7 +84,16 @@ class RunMeter:
         if self._path is None:
             return
         with self._path.open("a", encoding="utf-8") as sink:
-            sink.write(json.dumps(record) + "\n")
+            sink.write(("\n" if self._torn() else "") + json.dumps(record) + "\n")
+
+    def _torn(self) -> bool:
+        """Return whether the file ends in the middle of a line, as a killed run leaves it."""
+        assert self._path is not None
+        with self._path.open("rb") as source:
+            if source.seek(0, 2) == 0:
+                return False
+            source.seek(-1, 2)
+            return source.read(1) != b"\n"
 
     def summary(self) -> str | None:
         """Return how loss, accuracy and accept length moved from the first log window to the last."""

@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from omegaconf import OmegaConf
 from transformers import AutoConfig, PretrainedConfig
 
+from nemo_eagle3_sglang.config import values
 from nemo_eagle3_sglang.config.schema import RecipeArgs
 from nemo_eagle3_sglang.errors import ConfigError
 from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
@@ -93,17 +94,25 @@ def _reads_as_folder(target: str) -> bool:
 
 
 # What a checkpoint cannot be gone on without: the draft's weights mean nothing under another value.
-RESUME_FIXED = ("target_model_name_or_path", "aux_layer_ids", "capture", "draft_vocab_size", "draft_config")
+RESUME_FIXED = (
+    "target_model_name_or_path",
+    "aux_layer_ids",
+    "capture",
+    "draft_vocab_size",
+    "draft_config",
+    "fc_norm",
+    "norm_output",
+)
 RESUME_NOTED = ("train_data_path", "seq_length", "micro_batch_size", "ttt_steps")
 
 
-def check_resume(checkpoint: Path, args: RecipeArgs, num_layers: int) -> list[str]:
+def check_resume(checkpoint: Path, args: RecipeArgs, text: PretrainedConfig) -> list[str]:
     """Compare the configuration that AutoModel keeps in a checkpoint with this run's.
 
     Args:
         checkpoint: Folder that the run would resume from.
         args: This run's.
-        num_layers: N of the target.
+        text: The target's text config.
 
     Returns:
         What else differs, to be logged: ``key: then -> now``.
@@ -115,14 +124,15 @@ def check_resume(checkpoint: Path, args: RecipeArgs, num_layers: int) -> list[st
     if not path.is_file():
         return []
     saved = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    then = saved.get("recipe_args", {}) if isinstance(saved, dict) else {}
+    # As AutoModel reads it: ${VAR} replaced, "200" a number. A variable that is not set any more stays as written.
+    then = values.read(saved.get("recipe_args", {}), "recipe_args", []) if isinstance(saved, dict) else {}
 
     def differing(keys: Sequence[str]) -> list[str]:
         pairs = ((key, then.get(key, type(args).model_fields[key].default), getattr(args, key)) for key in keys)
         return [
             f"{key}: {old} -> {new}"
             for key, old, new in pairs
-            if _comparable(key, old, num_layers) != _comparable(key, new, num_layers)
+            if _comparable(key, old, text, args.capture) != _comparable(key, new, text, args.capture)
         ]
 
     if changed := differing(RESUME_FIXED):
@@ -133,10 +143,14 @@ def check_resume(checkpoint: Path, args: RecipeArgs, num_layers: int) -> list[st
     return differing(RESUME_NOTED)
 
 
-def _comparable(key: str, value: Any, num_layers: int) -> Any:
+def _comparable(key: str, value: Any, text: PretrainedConfig, capture: str) -> Any:
     """Return ``value`` in a form in which two ways to write the same thing are equal."""
     if key == "aux_layer_ids":
-        return sorted(resolve_aux_layer_ids(value, num_layers))
+        ids = resolve_aux_layer_ids(value, text.num_hidden_layers)
+        # Under `serving` the engine may sort them; under `residual` the order is that of the draft's input columns.
+        return ids if capture == "residual" else sorted(ids)
+    if key == "draft_vocab_size":
+        return value or text.vocab_size
     if key in ("target_model_name_or_path", "draft_config") and value and Path(value).exists():
         return str(Path(value).resolve())
     return value

@@ -23,6 +23,7 @@ from nemo_automodel.components.datasets.llm.chat_dataset import ChatDataset
 from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3DraftModel
 from nemo_automodel.components.speculative.eagle.registry import EAGLE3_DRAFT_REGISTRY, DraftSpec
 from nemo_automodel.recipes.llm.train_eagle3 import TrainEagle3Recipe
+from transformers import PretrainedConfig
 
 from nemo_eagle3_sglang import backends
 from nemo_eagle3_sglang.config.load import validate
@@ -126,6 +127,22 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         """Take every log point (AutoModel calls this on rank 0 whether W&B is on or not)."""
         super()._wandb_log(self.meter.log(data, step), step)
 
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save, unless the draft holds inf or nan: such a checkpoint would be resumed and served like any other.
+
+        Raises:
+            FloatingPointError: The draft diverged, or the target's states were not finite.
+        """
+        # One flag for all parameters, so that the device is waited for once a checkpoint.
+        draft = self._module().draft_model
+        finite = torch.stack([parameter.detach().isfinite().all() for parameter in draft.parameters()])
+        if not bool(finite.all()):
+            raise FloatingPointError(
+                f"step {self.runtime.global_step}: the draft's weights are not finite, no checkpoint is saved. Lower "
+                "optimizer.lr, or look for inf/nan in the target's states; earlier checkpoints can be resumed"
+            )
+        super().save_checkpoint(*args, **kwargs)
+
     def run_train_validation_loop(self) -> None:
         """Train, then say what came out, where it is and how to serve it."""
         start = self.runtime.global_step
@@ -209,7 +226,7 @@ def check_run(config: Config) -> draft_registry.Choice:
     target_config = preflight.load_target_config(args)
     preflight.check_target(args, target_config)
     draft = DRAFTS.choose(args, target_config)
-    _check_data(args)
+    _check_data(args, target_config.get_text_config().vocab_size)
     if ours:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         _check_backend(backend_request(args, device, dtype), args.target_model_backend)
@@ -217,11 +234,11 @@ def check_run(config: Config) -> draft_registry.Choice:
     checkpoint = config.checkpoint
     if checkpoint is not None and checkpoint.enabled and checkpoint.checkpoint_dir is not None:
         preflight.check_output_dir(checkpoint.checkpoint_dir, "checkpoint.checkpoint_dir")
-    _check_resume(config, target_config.get_text_config().num_hidden_layers)
+    _check_resume(config, target_config.get_text_config())
     return draft
 
 
-def _check_resume(config: Config, num_layers: int) -> None:
+def _check_resume(config: Config, text: PretrainedConfig) -> None:
     """Refuse to go on from the checkpoint of another draft; AutoModel resumes whatever it finds."""
     checkpoint = config.checkpoint
     if checkpoint is not None and not checkpoint.enabled:
@@ -231,7 +248,9 @@ def _check_resume(config: Config, num_layers: int) -> None:
     found = resolve_restore_from_to_checkpoint_dir(root, wanted) if wanted else find_latest_checkpoint(root)
     if found is None:
         return
-    for change in preflight.check_resume(Path(str(found)), config.recipe_args, num_layers):
+    if not Path(str(found)).is_dir():
+        raise ConfigError(f"checkpoint.restore_from: there is no checkpoint {found}")
+    for change in preflight.check_resume(Path(str(found)), config.recipe_args, text):
         logger.warning("Resuming from %s with another %s", found, change)
 
 
@@ -267,7 +286,7 @@ def _check_backend(request: BackendRequest, backend: str) -> None:
         check(request)
 
 
-def _check_data(args: RecipeArgs) -> None:
+def _check_data(args: RecipeArgs, vocab_size: int) -> None:
     tokenizer = _load_tokenizer(args)
     for key, paths in (("train_data_path", args.train_data_path), ("val_data_path", args.val_data_path)):
         if paths is None:
@@ -275,7 +294,7 @@ def _check_data(args: RecipeArgs) -> None:
         files = chat_data.local_files(f"recipe_args.{key}", paths)
         chat_data.check_files(f"recipe_args.{key}", files)
         if files:
-            _check_mask(f"recipe_args.{key}", chat_data.sample(key, files, MASK_SAMPLE), tokenizer, args)
+            _check_mask(f"recipe_args.{key}", chat_data.sample(key, files, MASK_SAMPLE), tokenizer, args, vocab_size)
 
 
 def _load_tokenizer(args: RecipeArgs) -> Any:
@@ -293,8 +312,8 @@ def _load_tokenizer(args: RecipeArgs) -> Any:
     return tokenizer
 
 
-def _check_mask(key: str, rows: list[Mapping[str, Any]], tokenizer: Any, args: RecipeArgs) -> None:
-    """Render a few rows as the training will, and refuse a mask that marks no token."""
+def _check_mask(key: str, rows: list[Mapping[str, Any]], tokenizer: Any, args: RecipeArgs, vocab_size: int) -> None:
+    """Render a few rows as the training will; refuse a mask that marks no token, and tokens that the target lacks."""
     if not any(chat_data.has_answer(row) for row in rows):
         raise ConfigError(f"{key}: none of the first {len(rows)} rows has an assistant turn, and only those are learnt")
     with tempfile.TemporaryDirectory() as folder:
@@ -313,6 +332,12 @@ def _check_mask(key: str, rows: list[Mapping[str, Any]], tokenizer: Any, args: R
             samples = [dataset[i] for i in range(len(dataset))]
         except (ValueError, KeyError, TypeError, AssertionError, TemplateError) as error:
             raise ConfigError(f"{key}: a row cannot be rendered with the target's chat template: {error}") from error
+    largest = max(max(sample["input_ids"], default=0) for sample in samples)
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"{key}: the tokenizer of {args.target_model_name_or_path} gives token {largest}, the target has "
+            f"{vocab_size}; use the target's own tokenizer, without tokens added to it"
+        )
     if any(sum(sample["loss_mask"]) for sample in samples):
         return
     cut = all(len(sample["input_ids"]) >= args.seq_length for sample in samples)

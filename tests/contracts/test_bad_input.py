@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from nemo_eagle3_sglang.training import preflight
 
 pytest.importorskip("nemo_automodel", reason="the checks render chats with AutoModel")
 pytest.importorskip("sglang", reason="options are checked against the installed sglang")
-from nemo_eagle3_sglang.training.recipe import check_run
+from nemo_eagle3_sglang.training.recipe import TrainEagle3SGLangRecipe, check_run
 
 CONTEXT, VOCAB, LAYERS = 512, 500, 8
 GENERATION = "{% generation %}{{ m['content'] + ' <|im_end|>' }}{% endgeneration %}"
@@ -326,10 +327,21 @@ def test_a_row_without_messages(case):
     ],
     ids=["role", "sharegpt role"],
 )
-def test_a_row_that_cannot_be_rendered(case, row):
-    case.write_data(row)
-    message = case.refused()
-    assert message.startswith("recipe_args.train_data_path: a row cannot be rendered with the target's chat template")
+def test_a_role_that_automodel_does_not_know(case, row):
+    path = case.write_data(row)
+    assert case.refused().startswith(f"recipe_args.train_data_path: {path} line 1 has a message of role 'robot'")
+
+
+def test_a_target_with_random_weights(case):
+    message = case.refused(sglang_args={"load_format": "dummy"})
+    assert message.startswith("recipe_args.sglang_args.load_format: 'dummy' gives the target random weights")
+
+
+def test_tokens_that_the_target_does_not_have(case):
+    """A tokenizer with tokens added and a target that was not resized: SGLang reads zero rows for some of them."""
+    tiny_models.save_tokenizer(case.target, 520)
+    case.write_data({"messages": [{"role": "user", "content": "w9"}, {"role": "assistant", "content": "w510"}]})
+    assert "gives token 510, the target has 500" in case.refused()
 
 
 # The assistant mask. AutoModel takes it from {% generation %} where the template has that tag; where not, it renders
@@ -450,3 +462,15 @@ def test_the_command_says_it_in_one_line_with_status_2(case):
     # Libraries' own complaints at import time are theirs; what we raise comes without one.
     assert "ConfigError" not in done.stderr
     assert not case.out.exists()
+
+
+def test_no_checkpoint_is_written_of_a_draft_that_diverged():
+    draft = torch.nn.Linear(2, 2)
+    run = TrainEagle3SGLangRecipe({})
+    run.trainer_module = SimpleNamespace(draft_model=draft)
+    run.runtime = SimpleNamespace(global_step=5)
+    run.checkpointer = None
+    run.save_checkpoint(epoch=1, step=5)
+    draft.weight.data[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="step 5: the draft's weights are not finite"):
+        run.save_checkpoint(epoch=1, step=5)

@@ -152,3 +152,27 @@ def test_a_model_whose_stream_is_not_understood_is_refused(tmp_path, monkeypatch
     with pytest.raises(CaptureError, match="not understood"):
         SGLangRunner.build(tiny_models.make_request(folder))
     assert not dist.is_initialized()
+
+
+def test_a_second_runner_at_the_same_time_is_refused_and_harms_nothing(open_runner):
+    runner = open_runner()
+    runner.set_aux_layers([1, 3, 4])
+    expected = runner.forward(tokens_of(9), [9]).aux
+    with pytest.raises(RuntimeError, match="another SGLangRunner is open"):
+        open_runner()
+    with pytest.raises(IndexError):
+        runner.set_aux_layers([1, 99, 3])
+    assert torch.equal(runner.forward(tokens_of(9), [9]).aux, expected)
+
+
+def test_damaged_weights_are_refused(tmp_path):
+    """One row of the head: no hidden state shows it, but every distribution over the vocabulary is nan."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_models.save_target(tmp_path / "target")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][7] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CaptureError, match="inf or nan"):
+        SGLangRunner.build(tiny_models.make_request(folder))
+    assert not dist.is_initialized()

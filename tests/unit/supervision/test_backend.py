@@ -195,3 +195,11 @@ def test_embeddings_and_close_are_the_runners():
     assert runner.closed == 1
     assert not isinstance(backend, torch.nn.Module)
     assert not hasattr(backend, "state_dict"), "BaseRecipe would track it and refuse to set it twice"
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (2, 4), (4, 1)])
+def test_a_loss_mask_of_another_shape_is_refused(shape):
+    backend, _ = make()
+    rows = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="loss_mask"):
+        backend.generate_batch(rows, rows, torch.ones(shape))

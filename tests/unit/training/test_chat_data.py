@@ -159,3 +159,27 @@ def test_a_folder_of_json_files(write, tmp_path):
 )
 def test_has_answer(row, answer):
     assert chat_data.has_answer(row) is answer
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085"])
+def test_a_bare_unicode_line_end_is_named(tmp_path, separator):
+    """AutoModel splits the text with str.splitlines, which cuts at these too."""
+    path = tmp_path / "rows.jsonl"
+    row = {"messages": [{"role": "user", "content": f"a{separator}b"}, {"role": "assistant", "content": "c"}]}
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"line 2 holds a bare U.2028"):
+        chat_data.check_files("k", [path])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "alien", "content": "b"}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "alien", "value": "b"}]},
+    ],
+)
+def test_a_role_that_automodel_refuses_is_named(tmp_path, row):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match="line 1 has a message of role 'alien'"):
+        chat_data.check_files("k", [path])

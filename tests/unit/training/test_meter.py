@@ -159,3 +159,15 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     second.count(50)
     second.log({"train/loss": 1.5, "train/accuracy": 0.2}, step=3)
     assert '"step": 3, "tokens": 150' in path.read_text()
+
+
+def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "tok')
+    RunMeter(path).log({"train/loss": 1.0, "train/accuracy": 0.2}, step=2)
+    assert json.loads(path.read_text().splitlines()[-1])["step"] == 2
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+    with pytest.raises(FloatingPointError, match=r"step 7: train/loss is nan"):
+        RunMeter(tmp_path / "metrics.jsonl").log({"train/loss": float("nan"), "train/accuracy": 0.0}, step=7)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+import transformers
 import yaml
 
 from nemo_eagle3_sglang.config.schema import RecipeArgs
@@ -228,6 +229,8 @@ def test_output_dir_on_a_full_or_read_only_disk(tmp_path, monkeypatch):
 
 # Resuming
 
+TEXT = transformers.LlamaConfig(num_hidden_layers=16, vocab_size=500)
+
 
 @pytest.fixture
 def checkpoint(tmp_path):
@@ -249,23 +252,28 @@ def checkpoint(tmp_path):
         ({}, {"draft_vocab_size": 100}),
         ({"draft_vocab_size": 100}, {}),
         ({}, {"capture": "residual"}),
+        ({}, {"norm_output": True}),
     ],
 )
 def test_a_checkpoint_of_another_draft_is_refused(checkpoint, then, now):
     (key,) = then or now
     key = "target_model_name_or_path" if key == "target" else key
     with pytest.raises(ConfigError, match=f"another draft .{key}: .*another recipe_args.output_dir"):
-        preflight.check_resume(checkpoint(**then), recipe_args(**now), 16)
+        preflight.check_resume(checkpoint(**then), recipe_args(**now), TEXT)
 
 
-def test_a_checkpoint_of_the_same_draft_is_gone_on_with(checkpoint, tmp_path):
+def test_a_checkpoint_of_the_same_draft_is_gone_on_with(checkpoint, tmp_path, monkeypatch):
     folder = checkpoint()
-    assert preflight.check_resume(folder, recipe_args(num_epochs=9, log_every_steps=3), 16) == []
+    assert preflight.check_resume(folder, recipe_args(num_epochs=9, log_every_steps=3), TEXT) == []
     # The default aux ids, written out, and in another order.
-    assert preflight.check_resume(folder, recipe_args(aux_layer_ids=[7, 1, 12]), 16) == []
-    noted = preflight.check_resume(folder, recipe_args(train_data_path="other.jsonl", seq_length=32), 16)
+    assert preflight.check_resume(folder, recipe_args(aux_layer_ids=[7, 1, 12]), TEXT) == []
+    noted = preflight.check_resume(folder, recipe_args(train_data_path="other.jsonl", seq_length=32), TEXT)
     assert noted == ["train_data_path: train.jsonl -> other.jsonl", "seq_length: 64 -> 32"]
-    assert preflight.check_resume(tmp_path / "none", recipe_args(), 16) == []
+    # Written as a variable, as text, or left to its default: the same draft.
+    monkeypatch.setenv("MY_TARGET", "some/target")
+    written = checkpoint(target_model_name_or_path="${MY_TARGET}", draft_vocab_size="500")
+    assert preflight.check_resume(written, recipe_args(), TEXT) == []
+    assert preflight.check_resume(tmp_path / "none", recipe_args(), TEXT) == []
 
 
 @pytest.mark.parametrize("target", ["./nope", "/nope", "a/b/c", "tests/nope"])
@@ -273,3 +281,11 @@ def test_a_missing_folder_is_said_without_asking_a_hub(target, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[3])
     with pytest.raises(ConfigError, match=f"there is no folder {target}"):
         preflight.load_target_config(recipe_args(target))
+
+
+def test_the_order_of_the_input_columns_counts_under_residual(checkpoint):
+    """Under serving the engine sorts them; under residual another order would permute the draft's columns."""
+    folder = checkpoint(capture="residual", aux_layer_ids=[0, 3, 5])
+    with pytest.raises(ConfigError, match=r"another draft .aux_layer_ids"):
+        preflight.check_resume(folder, recipe_args(capture="residual", aux_layer_ids=[5, 3, 0]), TEXT)
+    assert preflight.check_resume(folder, recipe_args(capture="residual", aux_layer_ids=[0, 3, 5]), TEXT) == []
