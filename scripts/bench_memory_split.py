@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -68,11 +69,15 @@ def main() -> int:
         rows = [measure(folder, arguments, {**options, "mem_fraction_static": f}) for f in arguments.fractions]
     report = {"device": device_name(arguments.device), "versions": versions(), "dims": arguments.dims, "rows": rows}
     print(f"{report['device']}, {report['versions']}, {arguments.dims}, {arguments.tokens} tokens a micro-batch")
-    print("mem_fraction_static  weights GiB  KV tokens  SGLang GiB  peak GiB in a forward  left for draft GiB  build s")
+    print(
+        "mem_fraction_static  weights GiB  KV tokens  SGLang GiB  peak GiB in a forward  left for draft GiB  build s  "
+        "check s  us/token"
+    )
     for row in rows:
         print(
             f"{row['mem_fraction_static']:19.2f}  {row['weights_gib']:11.2f}  {row['kv_tokens']:9d}  "
-            f"{row['sglang_gib']:10.2f}  {row['peak_gib']:21.2f}  {row['left_gib']:18.2f}  {row['build_s']:7.1f}"
+            f"{row['sglang_gib']:10.2f}  {row['peak_gib']:21.2f}  {row['left_gib']:18.2f}  {row['build_s']:7.1f}  "
+            f"{row['self_check_s']:7.2f}  {row['us_per_token']:8.1f}"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -95,8 +100,9 @@ def measure(folder: str, arguments: argparse.Namespace, options: dict[str, Any])
     build = time.perf_counter() - start
     weights = sum(p.numel() * p.element_size() for p in runner._runner().model.parameters())
     held = used(cuda) - before
+    checked = time_self_check(runner, cuda)
     runner.set_aux_layers([1, 3, 4])
-    peak_forward(runner, arguments.tokens, cuda)
+    forward = peak_forward(runner, arguments.tokens, cuda)
     row = {
         "mem_fraction_static": options["mem_fraction_static"],
         "weights_gib": weights / GIB,
@@ -105,18 +111,39 @@ def measure(folder: str, arguments: argparse.Namespace, options: dict[str, Any])
         "peak_gib": torch.cuda.max_memory_allocated() / GIB if cuda else 0.0,
         "left_gib": torch.cuda.mem_get_info()[0] / GIB if cuda else 0.0,
         "build_s": build,
+        "self_check_s": checked,
+        "us_per_token": forward / arguments.tokens * 1e6,
     }
     runner.close()
     row["held_after_close_gib"] = (used(cuda) - before) / GIB
     return row
 
 
-def peak_forward(runner: SGLangRunner, tokens: int, cuda: bool) -> None:
-    """Run one forward over rows of at most 2048 tokens, with the peak counter reset before it."""
+def time_self_check(runner: SGLangRunner, cuda: bool) -> float:
+    """Return the seconds of what every start does: calibrate, and compare with SGLang's own capture."""
+    used(cuda)
+    start = time.perf_counter()
+    runner._calibrate()
+    runner.plan_aux_layers([1, 3, 4])
+    used(cuda)
+    return time.perf_counter() - start
+
+
+def peak_forward(runner: SGLangRunner, tokens: int, cuda: bool) -> float:
+    """Run forwards over rows of at most 2048 tokens, the peak counter reset before, and return their median seconds."""
+    lengths = [2048] * (tokens // 2048) + ([tokens % 2048] if tokens % 2048 else [])
+    ids = torch.arange(tokens) % runner.info.vocab_size
+    runner.forward(ids, lengths)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    lengths = [2048] * (tokens // 2048) + ([tokens % 2048] if tokens % 2048 else [])
-    runner.forward(torch.arange(tokens) % runner.info.vocab_size, lengths)
+    seconds = []
+    for _ in range(5):
+        used(cuda)
+        start = time.perf_counter()
+        runner.forward(ids, lengths)
+        used(cuda)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def used(cuda: bool) -> int:
