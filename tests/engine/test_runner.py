@@ -176,3 +176,28 @@ def test_damaged_weights_are_refused(tmp_path):
     with pytest.raises(CaptureError, match="inf or nan"):
         SGLangRunner.build(tiny_models.make_request(folder))
     assert not dist.is_initialized()
+
+
+def test_a_quantised_head_is_projected_by_its_own_method(open_runner):
+    """An int8 head, as a quantised checkpoint leaves it: the weight alone is not what the logits come from."""
+
+    class Int8:
+        def apply(self, layer, x, bias=None):
+            return x @ (layer.weight.float() * layer.scale).T
+
+    runner = open_runner()
+    runner.set_aux_layers([1, 3, 4])
+    hidden = runner.forward(tokens_of(12), [12]).last
+    plain = runner.head()(hidden)
+    lm_head = runner._runner().model.lm_head
+    lm_head.scale = lm_head.weight.detach().abs().amax(dim=1, keepdim=True).clamp_min(1e-6) / 127
+    quantised = (lm_head.weight.detach() / lm_head.scale).round().to(torch.int8)
+    lm_head.weight = torch.nn.Parameter(quantised, requires_grad=False)
+    lm_head.quant_method = Int8()
+    logits = runner.head()(hidden)
+    # SGLang's own processor, the one that the tap replaced, on the same positions.
+    processor = runner._capture._taps[0].processor
+    assert torch.equal(logits, processor._get_logits(hidden, lm_head, None, use_logits_buffer=False))
+    assert logits.shape == (12, 500)
+    assert not torch.equal(logits, plain)
+    torch.testing.assert_close(logits, plain, atol=0.5, rtol=0)
