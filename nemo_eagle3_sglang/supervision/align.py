@@ -32,8 +32,8 @@ class Sequences:
 def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Sequences:
     """Take the tokens that ``attention_mask`` marks out of their rows.
 
-    Padding may stand left or right; a row without any token yields no sequence. Copies the row lengths to the host,
-    the one device synchronisation of a micro-batch (on a CPU batch there is none).
+    Padding may stand left or right; a row without any token yields no sequence. Waits for the
+    device twice (the row lengths go to the host, and the number of tokens is needed); on a CPU batch not at all.
 
     Args:
         input_ids: ``[B, S]`` int64.

@@ -2,7 +2,7 @@
 
 Everything that trains (draft model, optimizer, schedule, data, checkpoints, logging) is AutoModel's
 ``TrainEagle3Recipe``. Overridden here: checks before any weights load, where the target comes from, the draft's
-config.json, and what the run reports. Least coupling was the rule: five methods, no copy of the training loop.
+config.json, and what the run reports and refuses to save. Least coupling was the rule: no copy of the training loop.
 """
 
 from __future__ import annotations

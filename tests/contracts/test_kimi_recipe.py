@@ -51,14 +51,17 @@ def test_says_that_it_has_not_run():
 
 
 def test_arguments_are_sglangs(recipe):
-    versions = pytest.importorskip("nemo_eagle3_sglang.engine.versions")
-    pytest.importorskip("sglang")
+    pytest.importorskip("sglang", reason="names are those of the installed sglang")
+    from nemo_eagle3_sglang.engine import versions
+
     assert set(recipe.recipe_args.sglang_args) <= versions.server_arg_names()
 
 
 def test_target_and_draft_pass_the_checks(recipe):
     """A dry run of ``check_run`` up to what needs the tokenizer, the data and the engine."""
-    automodel = pytest.importorskip("nemo_eagle3_sglang.training.recipe", reason="needs AutoModel")
+    pytest.importorskip("nemo_automodel", reason="the draft classes are AutoModel's")
+    from nemo_eagle3_sglang.training import recipe as automodel
+
     args = recipe.recipe_args
     target = preflight.load_target_config(args)
     assert target.architectures == ["KimiK25ForConditionalGeneration"]
@@ -77,7 +80,9 @@ def test_target_and_draft_pass_the_checks(recipe):
 
 
 def test_without_a_draft_file_the_target_still_has_a_draft(recipe):
-    automodel = pytest.importorskip("nemo_eagle3_sglang.training.recipe", reason="needs AutoModel")
+    pytest.importorskip("nemo_automodel", reason="the draft classes are AutoModel's")
+    from nemo_eagle3_sglang.training import recipe as automodel
+
     args = recipe.recipe_args.model_copy(update={"draft_config": None})
     target = preflight.load_target_config(args)
     choice = automodel.DRAFTS.choose(args, target)
