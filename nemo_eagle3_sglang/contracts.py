@@ -15,7 +15,7 @@ Shape legend, used throughout the package::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ class BackendRequest:
         trust_remote_code: Whether code shipped with the checkpoint may run.
         seq_length: Longest row of the training data, in tokens.
         micro_batch_size: Rows of one forward.
+        kv_pool: ``half`` or ``auto``; see ``recipe_args.kv_pool``.
         capture: ``serving`` or ``residual``; see ``recipe_args.capture``.
         self_check: Whether the engine compares its states with what it would serve.
         options: The YAML's ``recipe_args.<backend>_args``.
@@ -135,9 +136,15 @@ class BackendRequest:
     trust_remote_code: bool = False
     seq_length: int = 2048
     micro_batch_size: int = 1
+    kv_pool: str = "half"
     capture: str = "serving"
     self_check: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The most tokens that one forward is given."""
+        return self.micro_batch_size * self.seq_length
 
 
 @dataclass
@@ -155,6 +162,9 @@ class TargetBatch:
         target_probs: ``[B, S, D]`` float32; zero where ``loss_mask`` is.
         position_mask: ``[B, S, 1]`` bool; true where the loss is taken and the target's argmax over all of V lies in
             the draft vocabulary.
+        position_ids: ``[B, S]``, position in the document; packed rows only.
+        seq_lens: ``[B, max_docs]``, slots of each document, zero-padded; packed rows only.
+        doc_remaining: ``[B, S]``, tokens that follow in the document; packed rows only.
     """
 
     aux_hidden_states: torch.Tensor
@@ -163,14 +173,32 @@ class TargetBatch:
     loss_mask: torch.Tensor
     target_probs: torch.Tensor
     position_mask: torch.Tensor
+    position_ids: torch.Tensor | None = None
+    seq_lens: torch.Tensor | None = None
+    doc_remaining: torch.Tensor | None = None
 
     def to_trainer_inputs(self) -> dict[str, torch.Tensor]:
         """Return the keyword arguments of AutoModel's ``Eagle3TrainerModule.forward``."""
-        return {
-            "input_ids": self.input_ids,
-            "attention_mask": self.attention_mask,
-            "loss_mask": self.loss_mask,
-            "aux_hidden_states": self.aux_hidden_states,
-            "target_probs": self.target_probs,
-            "position_mask": self.position_mask,
-        }
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """Supervision of one micro-batch without padding, for a trainer that runs over bare documents.
+
+    Attributes:
+        unroll: Where each training-time-test step reads and is taught; see ``supervision/unroll.py``.
+        aux: ``[T, A*H]``, the states after each aux layer.
+        draft_logits: ``[P, D]``, the target's logits over the draft vocabulary, in the dtype that its head gives.
+        draft_lse: ``[P]`` float32, their log-sum-exp: ``softmax = exp(draft_logits - draft_lse)``.
+        draft_choices: ``[P]`` int64, their argmax, a draft id.
+        in_draft_vocab: ``[P]`` bool, true where the target's argmax over all of V lies in the draft vocabulary; only
+            there is loss taken.
+    """
+
+    unroll: Any
+    aux: torch.Tensor
+    draft_logits: torch.Tensor
+    draft_lse: torch.Tensor
+    draft_choices: torch.Tensor
+    in_draft_vocab: torch.Tensor

@@ -1,7 +1,8 @@
 """All that the YAML can say, each key documented where it is declared.
 
 Keys and defaults are those of nemo-automodel 0.6.0's EAGLE-3 recipe, so that its own YAML files are read unchanged;
-only ``recipe_args.device`` and ``recipe_args.<backend>_args`` of a registered backend are this package's. Keys that no
+only ``device``, ``capture``, ``self_check``, ``kv_pool``, ``draft_config``, ``trainer`` and ``<backend>_args`` of a
+registered backend (all under ``recipe_args``) are this package's. Keys that no
 code would read are errors. Checks that need a file, a model or a device are made by the parts that open them.
 """
 
@@ -284,6 +285,9 @@ class RecipeArgs(Section):
     stream after each layer, whatever SGLang would capture."""
     self_check: bool = True
     """Compare, at start-up, the states trained on with what SGLang's own EAGLE-3 capture yields."""
+    kv_pool: Literal["half", "auto"] = "half"
+    """SGLang's KV pool. ``half``: SGLang's weights and pool take ``sglang_args.mem_fraction_static``, half of the free
+    memory. ``auto``: the pool holds one micro-batch, the rest is the draft's."""
     sglang_args: Args = Field(default_factory=dict)
     """SGLang ServerArgs; names are checked against the installed release."""
     vllm_args: Args = Field(default_factory=dict)
@@ -344,8 +348,11 @@ class RecipeArgs(Section):
     """File that keeps the choice of draft tokens between runs; it is not redone when the data changes."""
     freeze_embeddings: bool = True
     """Whether the draft keeps the target's embeddings; false by default under ``parallel_drafting``."""
+    trainer: Literal["auto", "flat", "automodel"] = "auto"
+    """``flat``: this package's trainer over bare documents, same loss and checkpoints. ``automodel``: AutoModel's own
+    module on padded or packed rows. ``auto``: flat wherever it can be."""
     draft_attn_implementation: Literal["eager", "flash_attention_2"] = "eager"
-    """Attention of the draft."""
+    """Attention of the draft under ``trainer: automodel``; the flat trainer has its own."""
     draft_gradient_checkpointing: bool = False
     """Whether activations of a P-EAGLE draft are recomputed in the backward pass."""
     draft_weights_path: Text | None = None

@@ -106,26 +106,27 @@ def _fields(
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     device, count, total = tokens.device, len(lengths), sum(lengths)
-    used = [part[:n] for part, n in zip(slots, lengths, strict=True)]
+    used = torch.cat([part[:n] for part, n in zip(slots, lengths, strict=True)])
     encoder = _encoder_fields(count, device) if model_runner.model_config.is_encoder_decoder else {}
-    table = model_runner.req_to_token_pool
-    for row, part in enumerate(used, start=1):
-        table.write((row, slice(0, len(part))), part.to(torch.int32))
     lens_cpu = torch.tensor(lengths, dtype=torch.int64)
     lens = lens_cpu.to(device, non_blocking=True)
     starts = lens.cumsum(0) - lens
+    rows = torch.arange(1, count + 1, device=device)
     positions = torch.arange(total, device=device) - starts.repeat_interleave(lens, output_size=total)
+    # One write for all sequences: a packed micro-batch has hundreds.
+    table_rows = rows.repeat_interleave(lens, output_size=total)
+    model_runner.req_to_token_pool.write((table_rows, positions), used.to(torch.int32))
     zeros = torch.zeros(count, dtype=torch.int32, device=device)
     return {
         "forward_mode": ForwardMode.EXTEND,
         "batch_size": count,
         "input_ids": tokens,
-        "req_pool_indices": torch.arange(1, count + 1, device=device),
+        "req_pool_indices": rows,
         "seq_lens": lens,
         "seq_lens_cpu": lens_cpu,
         "orig_seq_lens": lens.to(torch.int32),
         "seq_lens_sum": total,
-        "out_cache_loc": torch.cat(used),
+        "out_cache_loc": used,
         "positions": positions,
         "mrope_positions": _mrope_positions(model_runner, positions),
         "extend_num_tokens": total,

@@ -14,7 +14,7 @@ from nemo_eagle3_sglang.contracts import AuxPlan, BackendRequest, Head, HiddenSt
 from nemo_eagle3_sglang.engine import self_check, versions
 from nemo_eagle3_sglang.engine.batch import Capacity, capacity, forward_batch, plan
 from nemo_eagle3_sglang.engine.capture import Capture
-from nemo_eagle3_sglang.engine.server_args import build_server_args
+from nemo_eagle3_sglang.engine.server_args import MEM_FRACTION_STATIC, build_server_args
 from nemo_eagle3_sglang.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class SGLangRunner:
         server_args = build_server_args(request)
         logging.getLogger("sglang").setLevel(server_args.log_level.upper())
         owns_group = not dist.is_initialized()
+        free = torch.cuda.mem_get_info(request.device)[0] if request.device.type == "cuda" else None
         gpu_id = request.device.index or 0
         try:
             with versions.build_environment(request.device):
@@ -79,6 +80,8 @@ class SGLangRunner:
             runner.close()
             raise
         logger.info(runner.describe())
+        if request.kv_pool == "auto" and free is not None:
+            logger.info(runner._given_back(free))
         return runner
 
     def describe(self) -> str:
@@ -91,6 +94,20 @@ class SGLangRunner:
             free, total = torch.cuda.mem_get_info(self.device)
             line += f", {(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB in use"
         return line
+
+    def _given_back(self, free_before: int) -> str:
+        """Return what ``kv_pool: auto`` left to the draft of the half that SGLang takes by default.
+
+        Args:
+            free_before: Bytes that were free on the device before the target was built.
+        """
+        taken = free_before - torch.cuda.mem_get_info(self.device)[0]
+        given_back = free_before * MEM_FRACTION_STATIC - taken
+        return (
+            f"KV pool for one micro-batch ({self._request.micro_batch_tokens} tokens): target and pool take "
+            f"{taken / 2**30:.1f} GiB, {given_back / 2**30:.1f} GiB less than the half of the free memory that is "
+            "SGLang's by default"
+        )
 
     def set_aux_layers(self, aux_layer_ids: Sequence[int]) -> None:
         """See :meth:`TargetRunner.set_aux_layers`."""

@@ -21,6 +21,14 @@ logger = logging.getLogger(__name__)
 # and the activations live in the rest. SGLang's own default (about 0.88) would starve them.
 MEM_FRACTION_STATIC = 0.5
 
+# Under ``kv_pool: auto`` max_total_tokens bounds the pool, and this share only what SGLang may take at most.
+MEM_FRACTION_AUTO = 0.9
+# Room in the pool for whole pages of many short documents, as a share of a micro-batch.
+PAGE_ROOM = 8
+# Documents of one forward; more are run in several. SGLang's own default, thousands, makes its request table
+# (rows x context length) a gibibyte for a context of 131,072.
+MAX_DOCUMENTS = 256
+
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 DTYPE_NAMES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 
@@ -132,6 +140,11 @@ def _check_device(request: BackendRequest) -> None:
 
 def _check_sizes(request: BackendRequest) -> None:
     """Refuse what is known to be too small or no share before any weights load."""
+    if request.kv_pool == "auto" and request.options.get("max_total_tokens") is not None:
+        raise ConfigError(
+            "recipe_args.kv_pool: auto sizes the pool, and sglang_args.max_total_tokens: "
+            f"{request.options['max_total_tokens']} does too; remove one of them"
+        )
     share = request.options.get("mem_fraction_static", MEM_FRACTION_STATIC)
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
         raise ConfigError(
@@ -172,13 +185,19 @@ def _defaults(request: BackendRequest) -> dict[str, Any]:
         "mem_fraction_static": MEM_FRACTION_STATIC,
         "log_level": "error",
     }
+    if request.kv_pool == "auto":
+        defaults.update(
+            mem_fraction_static=MEM_FRACTION_AUTO,
+            max_total_tokens=request.micro_batch_tokens + request.micro_batch_tokens // PAGE_ROOM,
+            max_running_requests=max(MAX_DOCUMENTS, request.micro_batch_size),
+        )
     if request.device.type == "cpu":
         # No kernels but torch's on a CPU, and a pool for one micro-batch rather than half of the host's memory.
         defaults.update(
             attention_backend="torch_native",
             sampling_backend="pytorch",
-            max_total_tokens=max(4096, request.micro_batch_size * request.seq_length),
-            max_running_requests=max(64, request.micro_batch_size),
+            max_total_tokens=max(4096, request.micro_batch_tokens),
+            max_running_requests=max(MAX_DOCUMENTS, request.micro_batch_size),
         )
     return defaults
 

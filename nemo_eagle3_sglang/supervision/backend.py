@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 import torch
 
-from nemo_eagle3_sglang.contracts import NUM_AUX_LAYERS, HiddenStates, TargetBatch, TargetRunner
-from nemo_eagle3_sglang.supervision.align import Sequences, pad, shift_left, unpad
+from nemo_eagle3_sglang.contracts import NUM_AUX_LAYERS, FlatBatch, HiddenStates, TargetBatch, TargetRunner
+from nemo_eagle3_sglang.supervision.align import pad, shift_left
 from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
-from nemo_eagle3_sglang.supervision.head import draft_distribution
+from nemo_eagle3_sglang.supervision.documents import documents
+from nemo_eagle3_sglang.supervision.head import draft_distribution, draft_targets
+from nemo_eagle3_sglang.supervision.unroll import unroll
 
 
 class RunnerBackend:
@@ -48,50 +50,94 @@ class RunnerBackend:
         return SimpleNamespace(weight=self.runner.input_embeddings())
 
     @torch.no_grad()
+    def flat_batch(self, batch: Mapping[str, torch.Tensor], ttt_steps: int) -> FlatBatch:
+        """Run the target on a micro-batch and return its supervision without padding.
+
+        Nothing waits for the device when the masks are on the host.
+
+        Args:
+            batch: A batch of AutoModel's data loader, padded or packed: ``input_ids``, ``attention_mask`` and
+                ``loss_mask`` ``[B, S]``; ``seq_lens`` ``[B, max_docs]`` where rows are packed.
+            ttt_steps: Steps that the trainer unrolls.
+
+        Raises:
+            RuntimeError: ``set_vocab_mapping`` was never called.
+        """
+        masks = (batch["attention_mask"], batch["loss_mask"], batch.get("seq_lens"))
+        docs = documents(batch["input_ids"], *masks, trim=True)
+        plan = unroll(docs, ttt_steps, self.runner.device)
+        states = self._forward(plan.tokens, plan.lengths)
+        targets = draft_targets(
+            self.runner.head(), states.last.index_select(0, plan.supervised), *self._vocab_mapping()
+        )
+        return FlatBatch(
+            unroll=plan,
+            aux=states.aux,
+            draft_logits=targets.logits,
+            draft_lse=targets.lse,
+            draft_choices=targets.choices,
+            in_draft_vocab=targets.in_draft_vocab,
+        )
+
+    @torch.no_grad()
     def generate_batch(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        loss_mask: torch.Tensor,
+        *,
+        position_ids: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        doc_remaining: torch.Tensor | None = None,
     ) -> TargetBatch:
-        """Run the target on padded rows and return their supervision.
+        """Run the target on padded or packed rows and return their supervision, row by row.
+
+        The contract of AutoModel's trainer, to the last real token; :meth:`flat_batch` is the lean form. Each document
+        is a sequence of its own in the engine, so that packed rows need no mask there.
 
         Args:
             input_ids: ``[B, S]`` int64, padded left or right.
             attention_mask: ``[B, S]``, non-zero at real tokens.
             loss_mask: ``[B, S]``, non-zero at the tokens to be learnt (unshifted).
+            position_ids: ``[B, S]``, AutoModel's packing; passed on to the trainer.
+            seq_lens: ``[B, max_docs]``, AutoModel's packing: slots of each document.
+            doc_remaining: ``[B, S]``, AutoModel's packing; passed on to the trainer.
 
         Raises:
             RuntimeError: ``set_vocab_mapping`` was never called.
         """
-        if self._selected_token_ids is None or self._selected_token_mask is None:
-            raise RuntimeError("set_vocab_mapping must be called before generate_batch")
+        mapping = self._vocab_mapping()
         device, (rows, length) = self.runner.device, input_ids.shape
-        input_ids, attention_mask, loss_mask = (x.to(device) for x in (input_ids, attention_mask, loss_mask))
-        if loss_mask.shape != input_ids.shape:
-            raise ValueError(f"loss_mask {tuple(loss_mask.shape)} must be as input_ids, {tuple(input_ids.shape)}")
-        sequences = unpad(input_ids, attention_mask)
-        states = self._forward(sequences)
-        # The distribution at token u supervises slot u - 1 (shift to next-token positions); slot -1 does not exist.
-        learnt = loss_mask.reshape(-1).index_select(0, sequences.slots).bool() & (sequences.slots % length != 0)
-        supervised = learnt.nonzero().squeeze(-1)
+        docs = documents(input_ids, attention_mask, loss_mask, seq_lens, trim=False)
+        slots = torch.from_numpy(docs.slots).to(device)
+        supervised = torch.from_numpy(docs.supervised).to(device)
+        states = self._forward(torch.from_numpy(docs.tokens).to(device), docs.lengths.tolist())
         probs, in_draft_vocab = draft_distribution(
-            self.runner.head(),
-            states.last.index_select(0, supervised),
-            self._selected_token_ids,
-            self._selected_token_mask,
+            self.runner.head(), states.last.index_select(0, supervised), *mapping
         )
-        target_slots = sequences.slots.index_select(0, supervised) - 1
+        # The distribution at token u supervises slot u - 1 (shift to next-token positions).
+        target_slots = slots.index_select(0, supervised) - 1
         return TargetBatch(
-            aux_hidden_states=pad(states.aux, sequences.slots, rows, length),
-            input_ids=shift_left(input_ids),
-            attention_mask=attention_mask,
-            loss_mask=shift_left(loss_mask),
+            aux_hidden_states=pad(states.aux, slots, rows, length),
+            input_ids=shift_left(input_ids.to(device)),
+            attention_mask=attention_mask.to(device),
+            loss_mask=shift_left(loss_mask.to(device)),
             target_probs=pad(probs, target_slots, rows, length),
             position_mask=pad(in_draft_vocab.unsqueeze(-1), target_slots, rows, length),
+            position_ids=_on(device, position_ids),
+            seq_lens=_on(device, seq_lens),
+            doc_remaining=_on(device, doc_remaining),
         )
 
-    def _forward(self, sequences: Sequences) -> HiddenStates:
-        """Run the engine; a micro-batch of empty rows only has no forward."""
-        if sequences.lengths:
-            return self.runner.forward(sequences.tokens, sequences.lengths)
+    def _vocab_mapping(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._selected_token_ids is None or self._selected_token_mask is None:
+            raise RuntimeError("set_vocab_mapping must be called before the first batch")
+        return self._selected_token_ids, self._selected_token_mask
+
+    def _forward(self, tokens: torch.Tensor, lengths: list[int]) -> HiddenStates:
+        """Run the engine; a micro-batch without supervision has no forward."""
+        if lengths:
+            return self.runner.forward(tokens, lengths)
         hidden = self.runner.info.hidden_size
         empty = torch.empty((0, hidden), dtype=self.runner.dtype, device=self.runner.device)
         return HiddenStates(aux=empty.new_empty((0, NUM_AUX_LAYERS * hidden)), last=empty)
@@ -99,3 +145,7 @@ class RunnerBackend:
     def close(self) -> None:
         """Free the target."""
         self.runner.close()
+
+
+def _on(device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)

@@ -2,12 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
 from nemo_eagle3_sglang.contracts import Head
 
 # Logits of one chunk of positions, [chunk, V]: large enough for a full-speed GEMM, small beside a training step.
-CHUNK_BYTES = 256 * 2**20
+CHUNK_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True)
+class DraftTargets:
+    """The target over the draft vocabulary at P positions.
+
+    Kept as logits and log-sum-exp, not as probabilities: a bf16 head's logits are bf16 numbers, so that nothing is lost
+    and half of a float32 distribution is saved.
+
+    Attributes:
+        logits: ``[P, D]`` in the dtype of the head's logits.
+        lse: ``[P]`` float32, log-sum-exp over the D columns.
+        choices: ``[P]`` int64, argmax over the D columns.
+        in_draft_vocab: ``[P]`` bool, true where the argmax over all of V lies in the draft vocabulary.
+    """
+
+    logits: torch.Tensor
+    lse: torch.Tensor
+    choices: torch.Tensor
+    in_draft_vocab: torch.Tensor
+
+
+def draft_targets(
+    head: Head, hidden: torch.Tensor, selected_token_ids: torch.Tensor, selected_token_mask: torch.Tensor
+) -> DraftTargets:
+    """Project hidden states to the draft vocabulary, in chunks that never hold ``[P, V]`` at once.
+
+    Args:
+        head: The target's output head.
+        hidden: ``[P, H]``, what the target's logits processor is handed at the supervised positions.
+        selected_token_ids: ``[D]`` int64, target id of each draft id.
+        selected_token_mask: ``[V]`` bool, true at the ids in the draft vocabulary.
+    """
+    positions, width = hidden.shape[0], selected_token_ids.shape[0]
+    lse = torch.empty(positions, dtype=torch.float32, device=hidden.device)
+    choices = torch.empty(positions, dtype=torch.int64, device=hidden.device)
+    in_draft_vocab = torch.empty(positions, dtype=torch.bool, device=hidden.device)
+    kept: torch.Tensor | None = None
+    for part, logits in _chunks(head, hidden, selected_token_mask):
+        in_draft_vocab[part] = selected_token_mask[logits.argmax(dim=-1)]
+        if kept is None:
+            kept = torch.empty((positions, width), dtype=logits.dtype, device=hidden.device)
+        chosen = torch.index_select(logits, -1, selected_token_ids, out=kept[part])
+        choices[part] = chosen.argmax(dim=-1)
+        lse[part] = torch.logsumexp(chosen.float(), dim=-1)
+    return DraftTargets(hidden.new_empty((0, width)) if kept is None else kept, lse, choices, in_draft_vocab)
 
 
 def draft_distribution(
@@ -31,17 +80,24 @@ def draft_distribution(
         ``target_probs`` ``[P, D]`` float32 and ``in_draft_vocab`` ``[P]`` bool, true where the target's argmax lies
         in the draft vocabulary.
     """
-    positions, vocab = hidden.shape[0], selected_token_mask.shape[0]
+    positions = hidden.shape[0]
     probs = torch.empty((positions, selected_token_ids.shape[0]), dtype=torch.float32, device=hidden.device)
     in_draft_vocab = torch.empty(positions, dtype=torch.bool, device=hidden.device)
+    for part, logits in _chunks(head, hidden, selected_token_mask):
+        in_draft_vocab[part] = selected_token_mask[logits.argmax(dim=-1)]
+        torch.softmax(logits.index_select(-1, selected_token_ids).float(), dim=-1, out=probs[part])
+    return probs, in_draft_vocab
+
+
+def _chunks(head: Head, hidden: torch.Tensor, mask: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield logits ``[chunk, V]`` of consecutive positions; a chunk may be overwritten once the next is asked for."""
+    vocab = mask.shape[0]
     chunk = max(1, CHUNK_BYTES // (vocab * max(hidden.element_size(), 2)))
-    for start in range(0, positions, chunk):
+    for start in range(0, hidden.shape[0], chunk):
         part = slice(start, start + chunk)
         logits = head(hidden[part])
         if logits.shape[-1] != vocab:
             raise ValueError(
                 f"the target's head gives {logits.shape[-1]} logits, the vocabulary mapping was made for {vocab}"
             )
-        in_draft_vocab[part] = selected_token_mask[logits.argmax(dim=-1)]
-        torch.softmax(logits.index_select(-1, selected_token_ids).float(), dim=-1, out=probs[part])
-    return probs, in_draft_vocab
+        yield part, logits

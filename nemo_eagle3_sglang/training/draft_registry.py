@@ -277,6 +277,10 @@ class Drafts:
             )
         return Choice(name, own)
 
+    def is_llama(self, choice: Choice) -> bool:
+        """Return whether the draft is of AutoModel's Llama class itself, not of a class derived from it."""
+        return choice.own or self._registry[choice.architecture].draft_cls is self._draft_cls
+
     @contextmanager
     def building(self, choice: Choice) -> Iterator[None]:
         """Let AutoModel's registry give the chosen draft, and put back what was there."""

@@ -6,6 +6,7 @@ What needs AutoModel's code (draft registry, chat rendering) is in ``recipe.py``
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -17,10 +18,13 @@ from huggingface_hub.errors import StrictDataclassError
 from omegaconf import OmegaConf
 from transformers import AutoConfig, PretrainedConfig
 
+from nemo_eagle3_sglang import backends
 from nemo_eagle3_sglang.config import values
-from nemo_eagle3_sglang.config.schema import RecipeArgs
+from nemo_eagle3_sglang.config.schema import Config, RecipeArgs
 from nemo_eagle3_sglang.errors import ConfigError
 from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
+
+logger = logging.getLogger(__name__)
 
 
 def check_world(backend: str) -> None:
@@ -197,3 +201,37 @@ def check_output_dir(path: str, key: str = "recipe_args.output_dir") -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be written: {error.strerror or error}") from error
+
+
+def is_ours(args: RecipeArgs) -> bool:
+    """Return whether the target comes from a registered backend, not from AutoModel's own or its cache."""
+    return backends.is_registered(args.target_model_backend) and args.cached_target_path is None
+
+
+def flat_obstacle(config: Config, llama_draft: bool) -> str | None:
+    """Return why this package's trainer cannot train the configured draft; ``None`` where it can.
+
+    Args:
+        config: The validated YAML.
+        llama_draft: Whether the draft is AutoModel's ``LlamaEagle3DraftModel`` itself, whose layer the trainer runs.
+    """
+    args = config.recipe_args
+    if not is_ours(args):
+        return "the supervision comes from AutoModel, in its own layout"
+    if not llama_draft:
+        return "the draft is not AutoModel's Llama draft"
+    if args.lk_loss_type is not None:
+        return f"recipe_args.lk_loss_type: {args.lk_loss_type} is AutoModel's loss"
+    for name in ("peft", "fp8", "compile"):
+        section = getattr(config, name)
+        if section is not None and section.get("enabled", True):
+            return f"`{name}` rebuilds the draft's layers"
+    return None
+
+
+def choose_trainer(config: Config, llama_draft: bool) -> str:
+    """Return ``flat`` or ``automodel``: what ``recipe_args.trainer`` asks for; ``auto`` is flat where it can be."""
+    wanted, obstacle = config.recipe_args.trainer, flat_obstacle(config, llama_draft)
+    if wanted == "auto" and obstacle and is_ours(config.recipe_args):
+        logger.warning("Training with AutoModel's trainer, the slower one: %s", obstacle)
+    return "automodel" if obstacle or wanted == "automodel" else "flat"

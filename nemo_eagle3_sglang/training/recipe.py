@@ -20,6 +20,7 @@ from nemo_automodel._transformers.auto_tokenizer import NeMoAutoTokenizer
 from nemo_automodel.components.checkpoint.utils import find_latest_checkpoint, resolve_restore_from_to_checkpoint_dir
 from nemo_automodel.components.config.loader import ConfigNode
 from nemo_automodel.components.datasets.llm.chat_dataset import ChatDataset
+from nemo_automodel.components.speculative.eagle.core import Eagle3TrainerModule
 from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3DraftModel
 from nemo_automodel.components.speculative.eagle.registry import EAGLE3_DRAFT_REGISTRY, DraftSpec
 from nemo_automodel.recipes.llm.train_eagle3 import TrainEagle3Recipe
@@ -35,12 +36,17 @@ from nemo_eagle3_sglang.supervision.backend import RunnerBackend
 from nemo_eagle3_sglang.training import chat_data, draft_registry, preflight
 from nemo_eagle3_sglang.training.export import make_servable, serve_command
 from nemo_eagle3_sglang.training.meter import RunMeter
+from nemo_eagle3_sglang.training.trainer import FlatTrainer
 
 logger = logging.getLogger(__name__)
 
 # Rows rendered before the run to see whether the assistant mask marks anything.
 MASK_SAMPLE = 32
 DRAFTS = draft_registry.Drafts(EAGLE3_DRAFT_REGISTRY, DraftSpec, LlamaEagle3DraftModel)
+
+
+class FlatEagle3Trainer(FlatTrainer, Eagle3TrainerModule):
+    """AutoModel's trainer module (parameters, buffers, checkpoint keys) with this package's ``forward``."""
 
 
 class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
@@ -61,7 +67,10 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         self.target_wrapper = None
         self._aux_plan: AuxPlan | None = None
         draft = check_run(config)
+        trainer = preflight.choose_trainer(config, DRAFTS.is_llama(draft))
         self.meter = RunMeter(Path(config.recipe_args.output_dir) / "metrics.jsonl")
+        # AutoModel seeds its generators after the draft has drawn its first weights: two runs would never be equal.
+        torch.manual_seed(config.recipe_args.shuffle_seed)
         try:
             with DRAFTS.building(draft):
                 super().setup()
@@ -69,6 +78,9 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
             if self.target_wrapper is not None:
                 self.target_wrapper.close()
             raise
+        if trainer == "flat":
+            # Only forward differs, so the module that AutoModel has built, and wrapped for DDP, becomes ours in place.
+            self._module().__class__ = FlatEagle3Trainer
         # At least two log points, so that also a short run says how the loss moved.
         self.log_every_steps = min(self.log_every_steps, max(1, self.total_optim_steps // 2))
         if self.target_wrapper is not None and not config.recipe_args.parallel_drafting:
@@ -80,10 +92,13 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         """Lead a registered backend to :meth:`_setup_sglang_target`.
 
         AutoModel checks the name against its own four first; under the name ``sglang`` it calls the one method that
-        is overridden here. Only this view of the configuration says so, not what is saved with the checkpoint.
+        is overridden here, and refuses packing, since its own backend would take a packed row for one sequence. Only
+        this view of the configuration says so, not what is saved with the checkpoint: the training data is packed as
+        the YAML says, validation rows are padded.
         """
         if backends.is_registered(self._backend):
-            recipe_cfg = ConfigNode({**recipe_cfg.to_dict(), "target_model_backend": "sglang"})
+            view = {"target_model_backend": "sglang", "packed_sequence_size": 0}
+            recipe_cfg = ConfigNode({**recipe_cfg.to_dict(), **view})
         return super()._setup_online_target(recipe_cfg, target_path, draft_base_config)
 
     def _setup_sglang_target(self, recipe_cfg: ConfigNode, target_path: str) -> None:
@@ -111,10 +126,18 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         return loader
 
     def _forward_batch(self, batch: dict[str, torch.Tensor], target_batch: Any = None) -> Any:
-        """Count the real tokens while the batch is still on the host, where it costs no synchronisation."""
+        """Run target and draft on a batch of the data loader.
+
+        The batch is still on the host, where counting and laying it out costs no synchronisation.
+        """
         if self.trainer_module.training:
             self.meter.count(int(batch["attention_mask"].sum()))
-        return super()._forward_batch(batch, target_batch)
+        if not isinstance(self.target_wrapper, RunnerBackend):
+            return super()._forward_batch(batch, target_batch)
+        module = self._module()
+        if isinstance(module, FlatTrainer):
+            return self.trainer_module(self.target_wrapper.flat_batch(batch, module.ttt_steps))
+        return self.trainer_module(**self.target_wrapper.generate_batch(**batch).to_trainer_inputs())
 
     def _make_progress_bar(self, total: int | None = None, initial: int = 0) -> Any:
         """Keep AutoModel's bar, so that tokens/s and the accept length can be shown on it."""
@@ -183,8 +206,10 @@ def backend_request(args: RecipeArgs, device: torch.device, dtype: torch.dtype) 
         device=device,
         dtype=dtype,
         trust_remote_code=args.trust_remote_code,
-        seq_length=args.seq_length,
+        # A packed row holds chats of up to its whole length.
+        seq_length=args.packed_sequence_size or args.seq_length,
         micro_batch_size=args.micro_batch_size,
+        kv_pool=args.kv_pool,
         capture=args.capture,
         self_check=args.self_check,
         options=args.backend_options(),
@@ -218,7 +243,7 @@ def check_run(config: Config) -> draft_registry.Choice:
         ConfigError: See ``preflight.py``, ``chat_data.py`` and ``engine.check_request``.
     """
     args = config.recipe_args
-    ours = backends.is_registered(args.target_model_backend) and args.cached_target_path is None
+    ours = preflight.is_ours(args)
     if ours:
         preflight.check_world(args.target_model_backend)
         _check_features(args)
@@ -226,6 +251,8 @@ def check_run(config: Config) -> draft_registry.Choice:
     target_config = preflight.load_target_config(args)
     preflight.check_target(args, target_config)
     draft = DRAFTS.choose(args, target_config)
+    if (obstacle := preflight.flat_obstacle(config, DRAFTS.is_llama(draft))) and args.trainer == "flat":
+        raise ConfigError(f"recipe_args.trainer: flat is not possible, {obstacle}; write automodel or auto")
     _check_data(args, target_config.get_text_config().vocab_size)
     if ours:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -257,11 +284,6 @@ def _check_resume(config: Config, text: PretrainedConfig) -> None:
 def _check_features(args: RecipeArgs) -> None:
     """Refuse what AutoModel would refuse after the target has been loaded."""
     backend = args.target_model_backend
-    if args.packed_sequence_size > 0:
-        raise ConfigError(
-            f"recipe_args.packed_sequence_size: {args.packed_sequence_size} is not supported with "
-            f"target_model_backend: {backend} yet; write 0"
-        )
     if args.parallel_drafting:
         raise ConfigError(
             f"recipe_args.parallel_drafting: true needs full logits, which target_model_backend: {backend} does not "
@@ -322,7 +344,7 @@ def _check_mask(key: str, rows: list[Mapping[str, Any]], tokenizer: Any, args: R
         dataset = ChatDataset(
             str(path),
             tokenizer=tokenizer,
-            seq_length=args.seq_length,
+            seq_length=args.packed_sequence_size or args.seq_length,
             padding="do_not_pad",
             truncation=True,
             unshifted=True,
@@ -340,9 +362,12 @@ def _check_mask(key: str, rows: list[Mapping[str, Any]], tokenizer: Any, args: R
         )
     if any(sum(sample["loss_mask"]) for sample in samples):
         return
-    cut = all(len(sample["input_ids"]) >= args.seq_length for sample in samples)
+    name, length = "packed_sequence_size", args.packed_sequence_size
+    if not length:
+        name, length = "seq_length", args.seq_length
+    cut = all(len(sample["input_ids"]) >= length for sample in samples)
     cause = (
-        f"every prompt fills seq_length {args.seq_length}; raise it"
+        f"every prompt fills {name} {length}; raise it"
         if cut
         else "the chat template marks no assistant text: put {% generation %} … {% endgeneration %} around it in "
         f"{args.target_model_name_or_path}'s chat_template"

@@ -255,12 +255,17 @@ def test_draft_vocabulary_beyond_the_targets(case):
     assert message.startswith("recipe_args.draft_vocab_size: 501 is larger than the target's vocabulary of 500")
 
 
-@pytest.mark.parametrize("backend", ["sglang", "hf"])
-def test_packing(case, backend):
-    message = case.refused(target_model_backend=backend, packed_sequence_size=128)
-    assert message.startswith("recipe_args.packed_sequence_size: 128 is not supported")
-    assert f"target_model_backend: {backend}" in message
-    assert message.endswith("write 0")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"lk_loss_type": "alpha"}, "lk_loss_type"),
+        ({"target_model_backend": "colocated"}, "the supervision comes from AutoModel"),
+    ],
+)
+def test_flat_trainer_where_it_cannot_be(case, change, reason):
+    message = case.refused(trainer="flat", **change)
+    assert message.startswith("recipe_args.trainer: flat is not possible")
+    assert reason in message
 
 
 def test_world_size(case, monkeypatch):

@@ -458,7 +458,18 @@ def test_every_argument_that_automodel_reads_is_known():
     differing = {"seq_length", "sglang_args", "vllm_args", "decode_eval", "regen"}
     ours = defaults(RecipeArgs)
     assert set(wanted) - set(ours) == set()
-    own = {"device", "capture", "self_check", "draft_config", "hf_args", "<backend>_args", "decode_eval", "regen"}
+    own = {
+        "device",
+        "capture",
+        "self_check",
+        "draft_config",
+        "trainer",
+        "kv_pool",
+        "hf_args",
+        "<backend>_args",
+        "decode_eval",
+        "regen",
+    }
     assert set(ours) - set(wanted) == own
     for key, value in wanted.items():
         if value is not ABSENT and key not in differing:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_eagle3_sglang.supervision import head as head_module
-from nemo_eagle3_sglang.supervision.head import draft_distribution
+from nemo_eagle3_sglang.supervision.head import draft_distribution, draft_targets
 
 HIDDEN, VOCAB = 6, 41
 
@@ -71,8 +71,8 @@ def test_one_position_at_a_time_when_a_row_is_larger_than_a_chunk(monkeypatch):
 
 
 def test_a_chunk_fits_its_bytes():
-    """A vocabulary of 150,000 in fp32: 447 positions in 256 MiB."""
-    assert head_module.CHUNK_BYTES // (150_000 * 4) == 447
+    """A vocabulary of 150,000 in fp32: 223 positions in 128 MiB."""
+    assert head_module.CHUNK_BYTES // (150_000 * 4) == 223
 
 
 def test_no_positions_no_projection():
@@ -87,3 +87,21 @@ def test_a_head_of_another_vocabulary_is_refused():
     """An engine that leaves its padding on (41 -> 64 rows) would give the argmax of a row that is no token."""
     with pytest.raises(ValueError, match="head gives 64 logits, the vocabulary mapping was made for 41"):
         draft_distribution(IntegerHead(vocab=64), states(2), *mapping(5))
+
+
+@pytest.mark.parametrize("positions", [0, 1, 41])
+@pytest.mark.parametrize("size", [1, 17, VOCAB])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_targets_hold_the_same_distribution(monkeypatch, positions, size, dtype, rows):
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", rows * VOCAB * 4)
+    head, hidden, (ids, mask) = IntegerHead(dtype), states(positions, dtype), mapping(size)
+    targets = draft_targets(head, hidden, ids, mask)
+    probs, member = draft_distribution(head, hidden, ids, mask)
+    assert targets.logits.shape == (positions, size)
+    assert torch.allclose(torch.exp(targets.logits.float() - targets.lse[:, None]), probs, atol=1e-6)
+    assert torch.equal(targets.choices, probs.argmax(-1))
+    assert torch.equal(targets.in_draft_vocab, member)
+    assert targets.lse.dtype == torch.float32
+    if positions:
+        assert targets.logits.dtype == head(hidden[:1]).dtype, "bf16 logits are kept as they are"
