@@ -1,14 +1,16 @@
 """Tiny random targets of the classes that SGLang serves, as transformers saves them, and what each is known to do.
 
 One :class:`Architecture` a target: how to build it, and what ``tests/engine/test_architectures.py`` must find. The
-dimensions are those of :mod:`tiny_models` (8 layers, vocabulary 500, which SGLang pads to 512). ``docs/targets.md``
-is made from this table and the differences that the tests measure.
+dimensions are those of :mod:`tiny_models` (8 layers, vocabulary 500, which SGLang pads to 512), and under
+:func:`widened` ones that SGLang's GPU kernels take. ``docs/targets.md`` is made from this table and the differences
+that the tests measure.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,10 +86,37 @@ class Architecture:
     dropped_bias: bool = False
 
 
+_width = 1
+
+
+@contextlib.contextmanager
+def widened(factor: int) -> Iterator[None]:
+    """Build the targets of this module ``factor`` times as wide: heads of 64 at 4, hidden size 256."""
+    global _width
+    before, _width = _width, factor
+    try:
+        yield
+    finally:
+        _width = before
+
+
+def wide(size: int) -> int:
+    """Return a width of the text model, given for the CPU."""
+    return size * _width
+
+
+def spread(deviation: float = 0.2) -> float:
+    """Return the deviation of weights that keeps the size of a product: ``1 / sqrt(width)``."""
+    return deviation / _width**0.5
+
+
+WIDTHS = ("hidden_size", "intermediate_size", "head_dim")
+
+
 def dimensions(*without: str, **overrides: Any) -> dict[str, Any]:
     """Return the common dimensions, less the names in ``without``."""
-    common = {k: v for k, v in tiny_models.DIMENSIONS.items() if k not in without}
-    return {**common, "max_position_embeddings": 512, **overrides}
+    common = {k: wide(v) if k in WIDTHS else v for k, v in tiny_models.DIMENSIONS.items() if k not in without}
+    return {**common, "max_position_embeddings": 512, "initializer_range": spread(), **overrides}
 
 
 def sliding() -> dict[str, Any]:
@@ -113,16 +142,14 @@ QWEN_TOKENS = {
     "vision_end_token_id": VISION_END,
 }
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Heads and latent of the published models, which SGLang's MLA kernels are made for.
+PUBLISHED_MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+SMALL_MLA = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 DEEPSEEK_DIMENSIONS: dict[str, Any] = {
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
     "num_key_value_heads": 4,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
     "rope_scaling": {
         "type": "yarn",
@@ -138,12 +165,18 @@ DEEPSEEK_DIMENSIONS: dict[str, Any] = {
 }
 
 
+def deepseek_dimensions(**overrides: Any) -> dict[str, Any]:
+    mla = SMALL_MLA if _width == 1 else PUBLISHED_MLA
+    sizes = {**dimensions(), **DEEPSEEK_DIMENSIONS, **mla, "moe_intermediate_size": wide(32)}
+    return {**sizes, **overrides}
+
+
 def llama(**overrides: Any) -> tf.PreTrainedModel:
     return tf.LlamaForCausalLM(tf.LlamaConfig(**dimensions(**overrides)))
 
 
 def gemma3_config() -> tf.Gemma3TextConfig:
-    return tf.Gemma3TextConfig(**dimensions(tie_word_embeddings=True, query_pre_attn_scalar=16, **sliding()))
+    return tf.Gemma3TextConfig(**dimensions(tie_word_embeddings=True, query_pre_attn_scalar=wide(16), **sliding()))
 
 
 def gemma3_wrapped() -> tf.PreTrainedModel:
@@ -154,41 +187,42 @@ def gemma3_wrapped() -> tf.PreTrainedModel:
 
 
 def gemma2() -> tf.PreTrainedModel:
-    caps = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}
+    caps = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": wide(16)}
     return tf.Gemma2ForCausalLM(tf.Gemma2Config(**dimensions(tie_word_embeddings=True, **caps, **sliding())))
 
 
 def qwen3_moe() -> tf.PreTrainedModel:
-    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": wide(32), "norm_topk_prob": True}
     return tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**dimensions(**moe, decoder_sparse_step=1)))
 
 
 def qwen2_5_vl() -> tf.PreTrainedModel:
-    rope = {"type": "mrope", **DEFAULT_ROPE, "mrope_section": [2, 3, 3]}
+    rope = {"type": "mrope", **DEFAULT_ROPE, "mrope_section": [wide(2), wide(3), wide(3)]}
     vision = {"depth": LAYERS, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 14}
-    vision |= {"out_hidden_size": 64, "fullatt_block_indexes": [1], "window_size": 112}
+    vision |= {"out_hidden_size": wide(64), "fullatt_block_indexes": [1], "window_size": 112}
     text = dimensions("head_dim", rope_scaling=rope)
     config = tf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **QWEN_TOKENS)
     return tf.Qwen2_5_VLForConditionalGeneration(config)
 
 
 def qwen3_vl() -> tf.PreTrainedModel:
-    rope = {**DEFAULT_ROPE, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+    rope = {**DEFAULT_ROPE, "mrope_section": [wide(2), wide(3), wide(3)], "mrope_interleaved": True}
     vision = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 14}
-    vision |= {"out_hidden_size": 64, "deepstack_visual_indexes": [0, 1, 2], "num_position_embeddings": 16}
+    vision |= {"out_hidden_size": wide(64), "deepstack_visual_indexes": [0, 1, 2], "num_position_embeddings": 16}
     text = dimensions(rope_scaling=rope)
     config = tf.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **QWEN_TOKENS)
     return tf.Qwen3VLForConditionalGeneration(config)
 
 
 def gpt_oss() -> tf.PreTrainedModel:
-    moe = {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    moe = {"intermediate_size": wide(64), "num_local_experts": 4, "num_experts_per_tok": 2}
     return tf.GptOssForCausalLM(tf.GptOssConfig(**dimensions(**moe, rope_scaling=DEFAULT_ROPE, **sliding())))
 
 
 def deepseek_v3() -> tf.PreTrainedModel:
-    routing = {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "q_lora_rank": 32}
-    return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**{**dimensions(), **DEEPSEEK_DIMENSIONS, **routing}))
+    routing = {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    routing["q_lora_rank"] = wide(32)
+    return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**deepseek_dimensions(**routing)))
 
 
 def deepseek_v2_lite() -> tf.PreTrainedModel:
@@ -196,12 +230,12 @@ def deepseek_v2_lite() -> tf.PreTrainedModel:
     routing["routed_scaling_factor"] = 1.0
     # transformers leaves YaRN's factor out of V2's softmax scale: one that is as good as 1 makes the two agree.
     rope = {**DEEPSEEK_DIMENSIONS["rope_scaling"], "mscale": 1e-6, "mscale_all_dim": 1e-6}
-    sizes = {**dimensions(), **DEEPSEEK_DIMENSIONS, **routing, "rope_scaling": rope}
-    return tf.DeepseekV2ForCausalLM(tf.DeepseekV2Config(**sizes))
+    return tf.DeepseekV2ForCausalLM(tf.DeepseekV2Config(**deepseek_dimensions(**routing, rope_scaling=rope)))
 
 
 def llama4() -> tf.PreTrainedModel:
-    moe = {"intermediate_size": 64, "intermediate_size_mlp": 128, "num_local_experts": 4, "num_experts_per_tok": 1}
+    moe = {"intermediate_size": wide(64), "intermediate_size_mlp": wide(128)}
+    moe |= {"num_local_experts": 4, "num_experts_per_tok": 1}
     moe |= {"interleave_moe_layer_step": 2, "attention_chunk_size": 64, "use_qk_norm": False}
     text = tf.Llama4TextConfig(**dimensions(**moe, no_rope_layers=None, layer_types=None))
     sizes = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "intermediate_size": 128}
@@ -217,7 +251,7 @@ def mllama() -> tf.PreTrainedModel:
         **{k: v for k, v in VISION.items() if k != "num_attention_heads"},
         attention_heads=2,
         num_global_layers=1,
-        vision_output_dim=64,
+        vision_output_dim=wide(64),
         intermediate_layers_indices=[0],
         max_num_tiles=1,
         supported_aspect_ratios=[[1, 1]],
@@ -250,7 +284,7 @@ def granite(scaling: float, residual: float, attention: float) -> tf.PreTrainedM
 
 def minicpm_as_granite() -> tf.PreTrainedModel:
     """MiniCPM's published code is remote; its maths is Granite's: scale_emb, scale_depth/sqrt(N), H/dim_model_base."""
-    return granite(scaling=64 / 16, residual=1.4 / LAYERS**0.5, attention=16**-0.5)
+    return granite(scaling=64 / 16, residual=1.4 / LAYERS**0.5, attention=wide(16) ** -0.5)
 
 
 def cohere() -> tf.PreTrainedModel:
@@ -258,7 +292,7 @@ def cohere() -> tf.PreTrainedModel:
 
 
 def phi() -> tf.PreTrainedModel:
-    sizes = {"num_key_value_heads": 4, "intermediate_size": 256, "partial_rotary_factor": 0.5}
+    sizes = {"num_key_value_heads": 4, "intermediate_size": wide(256), "partial_rotary_factor": 0.5}
     return tf.PhiForCausalLM(tf.PhiConfig(**dimensions("head_dim", **sizes)))
 
 
@@ -287,7 +321,7 @@ def wrap_in_kimi(folder: Path) -> None:
     rename_weights(folder, lambda name: f"language_model.{name}")
     text = json.loads((folder / "config.json").read_text())
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = {"model_type": "kimi_k25", "mm_hidden_size": 32, "text_hidden_size": 64}
+    vision = {"model_type": "kimi_k25", "mm_hidden_size": 32, "text_hidden_size": wide(64)}
     vision |= {"init_pos_emb_height": 4, "init_pos_emb_width": 4} | tower | {f"vt_{k}": v for k, v in tower.items()}
     config = {
         "model_type": "kimi_k25",
@@ -321,7 +355,7 @@ def publish_minicpm(folder: Path) -> None:
         "auto_map": {"AutoConfig": "configuration_minicpm.MiniCPMConfig"},
         "scale_emb": 12.0,
         "scale_depth": 1.4,
-        "dim_model_base": 16,
+        "dim_model_base": wide(16),
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -484,26 +518,45 @@ def draw_weights(model: tf.PreTrainedModel) -> None:
         elif name.endswith("e_score_correction_bias"):
             tensor.normal_(0, 0.1)
         elif any(part in name for part in (".experts.", "router", "gate.weight")) or name.endswith("bias"):
-            tensor.normal_(0, 0.2)
+            tensor.normal_(0, spread())
 
 
-def save(architecture: Architecture, folder: Path) -> tf.PreTrainedModel:
-    """Write the target to ``folder`` as a published checkpoint would be, and return the transformers model."""
+def save(architecture: Architecture, folder: Path, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:
+    """Write the target to ``folder`` as a published checkpoint would be, and return the transformers model.
+
+    The model returned is in float32; its weights are those of the checkpoint, so rounded to ``dtype``.
+    """
     torch.manual_seed(0)
     model = architecture.build().float().eval()
     draw_weights(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype).float()
     model.save_pretrained(folder)
     if architecture.finish:
         architecture.finish(folder)
+    if dtype != torch.float32:
+        path = folder / "model.safetensors"
+        # The router's correction bias is a buffer, and stays in float32 as published.
+        kept = {n: v if n.endswith("correction_bias") else v.to(dtype) for n, v in load_file(path).items()}
+        save_file(kept, path, metadata={"format": "pt"})
+        name = str(dtype).removeprefix("torch.")
+        edit_config(dtype=name, torch_dtype=name)(folder)
     model.set_attn_implementation("eager")
     return model
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers computes: logits ``[T, V]`` and each layer's stream ``[T, H]``, None where it did not run."""
+    """What transformers computes.
+
+    Attributes:
+        streams: Each layer's ``[T, H]``, None where it did not run.
+        last: ``[T, H]``, what its output head is handed.
+        logits: ``[T, V]``.
+    """
 
     streams: list[torch.Tensor | None]
+    last: torch.Tensor
     logits: torch.Tensor
 
 
@@ -513,17 +566,20 @@ def reference(model: tf.PreTrainedModel, tokens: torch.Tensor, lengths: list[int
     decoder = model.get_decoder()
     layers = getattr(decoder, "model", decoder).layers
     kept: list[list[torch.Tensor]] = [[] for _ in layers]
-    logits = []
+    logits: list[torch.Tensor] = []
+    last: list[torch.Tensor] = []
 
     def keep(index: int) -> Callable[..., None]:
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            kept[index].append((output[0] if isinstance(output, tuple) else output).view(-1, 64).clone())
+            kept[index].append((output[0] if isinstance(output, tuple) else output).flatten(0, -2).clone())
 
         return hook
 
     handles = [layer.register_forward_hook(keep(i)) for i, layer in enumerate(layers)]
+    head = model.get_output_embeddings()
+    handles.append(head.register_forward_pre_hook(lambda _module, inputs: last.append(inputs[0].flatten(0, -2))))
     for part in tokens.split(lengths):
         logits.append(model(input_ids=part[None], use_cache=False).logits[0])
     for handle in handles:
         handle.remove()
-    return Reference([torch.cat(parts) if parts else None for parts in kept], torch.cat(logits))
+    return Reference([torch.cat(parts) if parts else None for parts in kept], torch.cat(last), torch.cat(logits))

@@ -5,128 +5,14 @@ The reference runs in float64, so that what separates ours from it is the maths 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
-
 import pytest
 import torch
-from transformers import LlamaConfig
-
-from nemo_eagle3_sglang.contracts import HiddenStates, TargetInfo
-from nemo_eagle3_sglang.supervision.backend import RunnerBackend
-from nemo_eagle3_sglang.training.trainer import FlatTrainer
 
 pytest.importorskip("nemo_automodel", reason="the reference is AutoModel itself")
-from nemo_automodel.components.datasets.llm.eagle3 import _pack_collate, build_packed_eagle3_dataset
-from nemo_automodel.components.speculative.eagle.core import Eagle3TrainerModule
-from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3DraftModel
+from trainer_cases import backend, chats, draft, modules, packed, padded, run
 
-VOCAB, HIDDEN, DRAFT = 61, 16, 23
 MODES = {"plain": {}, "fc_norm": {"fc_norm": True}, "norm_output": {"norm_output": True}}
 BIASES = {"attention_bias": True, "mlp_bias": True, "head_dim": 8}
-
-
-class Trainer(FlatTrainer, Eagle3TrainerModule):
-    """As the recipe mixes it."""
-
-
-class TableRunner:
-    """A target whose states are looked up by token and position in the sequence."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.info = TargetInfo(num_hidden_layers=8, hidden_size=HIDDEN, vocab_size=VOCAB)
-        self.device, self.dtype, self.max_sequence_length = torch.device("cpu"), dtype, 4096
-        self.table = torch.randn(VOCAB, 4 * HIDDEN, generator=generator).to(dtype)
-        self.weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype)
-
-    def set_aux_layers(self, aux_layer_ids: Sequence[int]) -> None:
-        pass
-
-    def forward(self, tokens: torch.Tensor, lengths: Sequence[int]) -> HiddenStates:
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(self.dtype)
-        states = self.table[tokens] * torch.cos(positions)[:, None]
-        return HiddenStates(aux=states[:, : 3 * HIDDEN], last=states[:, 3 * HIDDEN :])
-
-    def head(self):
-        return lambda hidden: hidden @ self.weight.T
-
-    def input_embeddings(self) -> torch.Tensor:
-        return self.table[:, :HIDDEN]
-
-    def close(self) -> None:
-        pass
-
-
-def backend(dtype: torch.dtype) -> RunnerBackend:
-    target = RunnerBackend(TableRunner(dtype), [1, 3, 5])
-    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DRAFT].sort().values
-    mask = torch.zeros(VOCAB, dtype=torch.bool)
-    mask[ids] = True
-    target.set_vocab_mapping(ids, mask)
-    return target
-
-
-def draft(dtype: torch.dtype, **overrides) -> LlamaEagle3DraftModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=24,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        pad_token_id=0,
-        rope_theta=1000.0,
-        dtype=dtype,
-        draft_vocab_size=DRAFT,
-        target_hidden_size=HIDDEN,
-        tie_word_embeddings=False,
-        attn_implementation="eager",
-    )
-    for name, value in overrides.items():
-        setattr(config, name, value)
-    model = LlamaEagle3DraftModel(config).to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.freeze_embeddings()
-    return model
-
-
-def modules(model: LlamaEagle3DraftModel, target: RunnerBackend, steps: int) -> tuple[Eagle3TrainerModule, Trainer]:
-    mapping = {"selected_token_ids": target._selected_token_ids, "selected_token_mask": target._selected_token_mask}
-    return tuple(kind(model, ttt_steps=steps, **mapping) for kind in (Eagle3TrainerModule, Trainer))
-
-
-def chats(count: int = 7, seed: int = 3) -> list[dict[str, list[int]]]:
-    """Chats of 1 to 14 tokens with gaps in their loss masks; one without any supervision, one with all of it."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for i in range(count):
-        length = int(torch.randint(1, 15, (), generator=generator))
-        loss = (torch.rand(length, generator=generator) < 0.6).long()
-        loss = loss * 0 if i == 1 else loss * 0 + 1 if i == 2 else loss
-        rows.append(
-            {"input_ids": torch.randint(0, VOCAB, (length,), generator=generator).tolist(), "loss_mask": loss.tolist()}
-        )
-    return rows
-
-
-def packed(rows: list[dict[str, list[int]]], size: int = 20) -> dict[str, torch.Tensor]:
-    return _pack_collate(build_packed_eagle3_dataset(rows, packed_sequence_size=size, pad_token_id=0))
-
-
-def padded(rows: list[dict[str, list[int]]], size: int = 20, left: bool = False) -> dict[str, torch.Tensor]:
-    batch = {
-        key: torch.zeros(len(rows), size, dtype=torch.long) for key in ("input_ids", "attention_mask", "loss_mask")
-    }
-    for i, row in enumerate(rows):
-        length = len(row["input_ids"])
-        part = slice(size - length, size) if left else slice(0, length)
-        batch["input_ids"][i, part] = torch.tensor(row["input_ids"])
-        batch["loss_mask"][i, part] = torch.tensor(row["loss_mask"])
-        batch["attention_mask"][i, part] = 1
-    return batch
 
 
 BATCHES = {
@@ -136,14 +22,6 @@ BATCHES = {
     "one document": padded(chats(1)),
     "long answers": packed([{"input_ids": list(range(1, 19)), "loss_mask": [0] * 6 + [1] * 12}] * 3),
 }
-
-
-def run(module: torch.nn.Module, inputs: dict) -> tuple[SimpleNamespace, dict[str, torch.Tensor]]:
-    module.zero_grad(set_to_none=True)
-    metrics = module(**inputs)
-    metrics.loss.backward()
-    grads = {n: p.grad.clone() for n, p in module.named_parameters() if p.requires_grad}
-    return metrics, grads
 
 
 def check(metrics, grads, wanted, wanted_grads, tolerance: float) -> None:
@@ -176,3 +54,74 @@ def test_equal_to_automodel(batch, mode, dtype):
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     # The log-sum-exp of the target is float32 by contract.
     check(*run(ours, {"batch": target.flat_batch(batch, 4)}), *wanted, max(tolerance, 1e-6))
+
+
+def unsupervised() -> dict[str, torch.Tensor]:
+    batch = padded(chats())
+    return {**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}
+
+
+def test_a_batch_without_supervision_has_zero_loss_and_gradients():
+    """Zero and not None: under DDP every rank must have a gradient to reduce."""
+    target = backend(torch.float32)
+    _, ours = modules(draft(torch.float32), target, 3)
+    metrics, grads = run(ours, {"batch": target.flat_batch(unsupervised(), 3)})
+    assert metrics.loss.item() == 0
+    assert metrics.step_valid.tolist() == [0, 0, 0]
+    assert grads
+    assert not any(grad.any() for grad in grads.values())
+
+
+def test_another_number_of_steps_is_refused():
+    target = backend(torch.float32)
+    _, ours = modules(draft(torch.float32), target, 3)
+    with pytest.raises(ValueError, match="laid out for 2 steps, the trainer unrolls 3"):
+        ours(batch=target.flat_batch(BATCHES["packed"], 2))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_any_number_of_steps(steps):
+    target, model = backend(torch.float64), draft(torch.float64)
+    reference, ours = modules(model, target, steps)
+    wanted = run(reference, target.generate_batch(**BATCHES["packed"]).to_trainer_inputs())
+    check(*run(ours, {"batch": target.flat_batch(BATCHES["packed"], steps)}), *wanted, 1e-6)
+
+
+def test_a_draft_with_biases_and_heads_of_their_own_size():
+    target, model = backend(torch.float64), draft(torch.float64, **BIASES)
+    reference, ours = modules(model, target, 4)
+    wanted = run(reference, target.generate_batch(**BATCHES["packed"]).to_trainer_inputs())
+    check(*run(ours, {"batch": target.flat_batch(BATCHES["packed"], 4)}), *wanted, 1e-6)
+
+
+def test_evaluation_gives_the_same_loss():
+    target = backend(torch.float32)
+    _, ours = modules(draft(torch.float32), target, 4)
+    batch = target.flat_batch(BATCHES["packed"], 4)
+    with torch.no_grad():
+        evaluated = ours(batch=batch).loss.item()
+    assert evaluated == run(ours, {"batch": batch})[0].loss.item()
+
+
+def test_packed_loss_is_the_token_weighted_unpacked_loss():
+    """Each step is a mean over its supervised positions, so documents weigh by theirs."""
+    target, steps = backend(torch.float64), 4
+    _, ours = modules(draft(torch.float64), target, steps)
+    rows = chats(6)
+    whole = ours(batch=target.flat_batch(packed(rows), steps))
+    decay = [0.8**k for k in range(steps)]
+    sums, counts = torch.zeros(steps, dtype=torch.float64), torch.zeros(steps, dtype=torch.float64)
+    for row in rows:
+        batch = target.flat_batch(padded([row]), steps)
+        if not batch.unroll.lengths:
+            continue
+        valid = batch.in_draft_vocab[batch.unroll.pair_targets].split(batch.unroll.pair_sizes)
+        for k in range(steps):
+            # A loss of step k alone: the weight of every other step is taken away.
+            ours._row_weights = lambda mask, sizes, k=k: torch.cat(
+                [part.float() * (i == k) for i, part in enumerate(mask.split(sizes))]
+            )
+            sums[k] += ours(batch=batch).loss.item()
+            counts[k] += int(valid[k].sum())
+    expected = sum(d * s / c for d, s, c in zip(decay, sums, counts.clamp_min(1), strict=True)) / sum(decay)
+    assert whole.loss.item() == pytest.approx(expected.item(), rel=1e-6)

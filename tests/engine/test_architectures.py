@@ -1,6 +1,6 @@
 """Every class of model that SGLang serves: what is captured, what the head gives, and what SGLang will serve.
 
-For each target of :mod:`architectures` the real engine runs on a CPU in float32. ``Stock`` is the proof that does not
+For each target of :mod:`architectures` the real engine runs on a CPU in float32. :mod:`stock` is the proof that does not
 lean on this package: SGLang's own forward over a fresh model without taps or hooks.
 
 ``pytest tests/engine/test_architectures.py --targets-table docs/targets.md`` writes the table of results.
@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import architectures
 import pytest
@@ -25,11 +24,10 @@ import tiny_models
 import torch
 from architectures import ARCHITECTURES, CUSTOM, DEFAULT, LAYERS, UNSORTED, VOCAB, Architecture, Plan
 from cpu_substitutes import substituted
-from torch import nn
+from stock import Stock, run_stock
 
 from nemo_eagle3_sglang.contracts import AuxPlan, BackendRequest
-from nemo_eagle3_sglang.engine import server_args, versions
-from nemo_eagle3_sglang.engine.batch import forward_batch
+from nemo_eagle3_sglang.engine import server_args
 from nemo_eagle3_sglang.engine.runner import SGLangRunner
 from nemo_eagle3_sglang.errors import CaptureError, ConfigError
 
@@ -37,55 +35,6 @@ HIDDEN = 64
 LENGTHS = [37, 12]
 TOKENS = torch.randint(3, architectures.TEXT_VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
 TOLERANCE = 1e-3
-CPU = torch.device("cpu")
-
-
-@dataclass
-class Stock:
-    """SGLang's own forward over a fresh model, as it was built.
-
-    Attributes:
-        logits: ``[T, V]``, its logits processor at every position.
-        last_logits: ``[sequences, V]``, what its forward returned.
-        draft_input: ``[T, 3H]``, the hidden states it returned, which its draft worker reads.
-        processors: Names of the logits processors in the model.
-        model_class: Class of the root module.
-    """
-
-    logits: torch.Tensor
-    last_logits: torch.Tensor
-    draft_input: torch.Tensor
-    processors: list[str]
-    model_class: str
-
-
-@torch.no_grad()
-def run_stock(request: BackendRequest, written: Sequence[int] | None = None) -> Stock:
-    """Build the model anew, switch on SGLang's own capture of ``written`` as its server does, and run it."""
-    from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
-
-    handed: list[tuple[Any, ...]] = []
-    forward = LogitsProcessor.forward
-
-    def keep(self: Any, input_ids: Any, hidden: torch.Tensor, lm_head: nn.Module, batch: Any, *rest: Any, **kw: Any):
-        handed.append((self, hidden.clone(), lm_head, batch))
-        return forward(self, input_ids, hidden, lm_head, batch, *rest, **kw)
-
-    try:
-        with versions.build_environment(CPU):
-            model_runner = versions.construct(server_args.build_server_args(request), 0)
-        model = model_runner.model
-        if written is not None:
-            model.set_eagle3_layers_to_capture(list(written))
-        names = [name for name, module in model.named_modules() if isinstance(module, LogitsProcessor)]
-        with mock.patch.object(LogitsProcessor, "forward", keep), forward_batch(model_runner, TOKENS, LENGTHS) as batch:
-            output = model_runner.forward(batch)
-            output = getattr(output, "logits_output", output)
-            ((processor, hidden, lm_head, batch),) = handed
-            logits = processor._get_logits(hidden, lm_head, LogitsMetadata.from_forward_batch(batch))
-        return Stock(logits, output.next_token_logits, output.hidden_states, names, type(model).__name__)
-    finally:
-        versions.release_groups(owned=True)
 
 
 @dataclass
@@ -124,8 +73,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     expected = architectures.reference(model, TOKENS, LENGTHS)
     to_build = tiny_models.make_request(folder, trust_remote_code=True)
     with substituted(architecture.substitutes), one_thread():
-        stock = run_stock(to_build)
-        served = {ids: run_stock(to_build, plan.written) for ids, plan in plans(architecture).items()}
+        stock = run_stock(to_build, TOKENS, LENGTHS)
+        served = {ids: run_stock(to_build, TOKENS, LENGTHS, plan.written) for ids, plan in plans(architecture).items()}
         runner = SGLangRunner.build(to_build)
         built = Case(architecture, to_build, runner, expected, stock, served)
         try:
