@@ -397,22 +397,26 @@ class Child:
         return found
 
     def profile(self, steps: int) -> dict[str, Any]:
-        """Return the milliseconds a step in which the GPU ran something, and what ran and waited."""
+        """Return the milliseconds a step in which the GPU ran something and in which it waited, and what ran."""
         from torch.profiler import ProfilerActivity, profile
 
         self.sync()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             self.run_steps(steps)
             self.sync()
+        # Annotations and the driver's own marks stand on the device's time line too; they are no work.
         spans = sorted(
             (event.time_range.start, event.time_range.end)
             for event in profiler.events()
             if event.device_type == torch.autograd.DeviceType.CUDA
+            and not event.is_user_annotation
+            and not event.name.startswith(("step[", "Optimizer.step", "Command Buffer"))
         )
         busy, reached = 0.0, float("-inf")
         for start, end in spans:
             busy += max(0.0, end - max(start, reached))
             reached = max(reached, end)
+        idle = reached - spans[0][0] - busy
         averages = profiler.key_averages()
         waits = {
             e.key: e.count / steps
@@ -423,14 +427,15 @@ class Child:
             self.arguments.profile.mkdir(parents=True, exist_ok=True)
             path = self.arguments.profile / f"{self.name}.txt"
             path.write_text(averages.table(sort_by="self_device_time_total", row_limit=45, max_name_column_width=90))
-        return {"busy_ms": busy / 1e3 / steps, "waits_per_step": waits}
+        return {"busy_ms": busy / 1e3 / steps, "host_ms": idle / 1e3 / steps, "waits_per_step": waits}
 
     def shape(self, length: int, micro_batch: int, tokens: int) -> dict[str, Any]:
         """Measure rows of ``length``: one chat of that length each, or chats packed where ``length`` is 0."""
         rng = random.Random(0)
         if length:
             count = max(1, tokens // length) * 3
-            rows, self.packed, self.micro_batch = [chat(rng, length, 32_000) for _ in range(count)], length, micro_batch
+            rows = [chat(rng, length, self.config.vocab_size) for _ in range(count)]
+            self.packed, self.micro_batch = length, micro_batch
         else:
             rows = chats("chat", self.config.vocab_size, max(64, tokens // 100))
             self.packed, self.micro_batch = min(tokens, 4096), max(1, tokens // 4096)
@@ -577,8 +582,6 @@ def summarise(
         **extra,
         "all_tokens_per_s": [r["tokens"] / r["seconds"] for r in rounds],
     }
-    if "busy_ms" in extra:
-        row["host_ms"] = step - extra["busy_ms"]
     if error:
         row["error"] = error
     return row

@@ -25,6 +25,10 @@ LAYERS, VOCAB = 8, 500
 IMAGE, VIDEO, VISION_START, VISION_END = 499, 498, 497, 496
 TEXT_VOCAB = 490
 
+# Two texts, one after the other.
+LENGTHS = [37, 12]
+TOKENS = torch.randint(3, TEXT_VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+
 DEFAULT, CUSTOM, UNSORTED = (1, 3, 4), (2, 4, 6), (5, 0, 3)
 
 
@@ -69,6 +73,8 @@ class Architecture:
         processors: Where SGLang's logits processors are in it.
         skipped: Layers that do not run on text (cross-attention to an image).
         dropped_bias: Whether the head has a bias that SGLang's own logits processor leaves out.
+        gpu_options: ``sglang_args`` that it needs on a GPU.
+        gpu_fails: A part of the error in which SGLang's own forward ends on a GPU, where it does.
     """
 
     name: str
@@ -84,6 +90,8 @@ class Architecture:
     processors: tuple[str, ...] = ("logits_processor",)
     skipped: tuple[int, ...] = ()
     dropped_bias: bool = False
+    gpu_options: dict[str, Any] = field(default_factory=dict)
+    gpu_fails: str | None = None
 
 
 _width = 1

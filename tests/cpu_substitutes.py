@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import quantised
 import torch
 
 
@@ -121,6 +122,75 @@ def router_weight_on_input() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(fused_moe_native, "moe_forward_native", weigh_input)
 
 
+@contextlib.contextmanager
+def int4_experts() -> Iterator[None]:
+    """Experts of compressed-tensors ``pack-quantized`` by torch: SGLang's kernel for them is Marlin's."""
+    from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native
+    from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed_tensors_wNa16_moe as scheme
+
+    def dequantise(_self: Any, layer: torch.nn.Module) -> None:
+        for name in ("w13", "w2"):
+            # As the loader leaves them, transposed: [E, K / 8, N] and [E, K / group, N].
+            words, scales = getattr(layer, f"{name}_weight_packed"), getattr(layer, f"{name}_weight_scale")
+            integers = quantised.unpacked(words.transpose(1, 2)) - 8
+            scales = scales.transpose(1, 2).repeat_interleave(integers.shape[-1] // scales.shape[1], -1)
+            weight = torch.nn.Parameter((integers * scales).to(scales), requires_grad=False)
+            layer.register_parameter(f"{name}_weight", weight)
+
+    def apply(self: Any, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+        return fused_moe_forward_native(layer, dispatch_output)
+
+    with (
+        any_dtype(compressed_tensors.CompressedTensorsConfig),
+        mock.patch.object(scheme.CompressedTensorsWNA16MoE, "process_weights_after_loading", dequantise),
+        mock.patch.object(scheme.CompressedTensorsWNA16MoE, "apply_weights", apply),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def gptq_linear() -> Iterator[None]:
+    """GPTQ's projection by torch, of the head too: SGLang's kernels for it need a GPU."""
+    from sglang.srt.layers.quantization.gptq import gptq
+    from sglang.srt.layers.quantization.gptq.schemes.gptq_linear import GPTQLinearScheme
+
+    def apply(_self: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        integers = quantised.unpacked(layer.qweight.T) - 8
+        weight = integers * layer.scales.T[:, layer.g_idx.long()]
+        return torch.nn.functional.linear(x, weight.to(x), bias)
+
+    with (
+        any_dtype(gptq.GPTQConfig),
+        mock.patch.object(GPTQLinearScheme, "process_weights_after_loading", lambda *_: None),
+        mock.patch.object(GPTQLinearScheme, "apply_weights", apply),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def fp8_linear() -> Iterator[None]:
+    """The product with fp8 blocks by torch, with activations as they are: SGLang's kernels need a GPU."""
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+
+    def apply(_self: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows, columns = layer.weight.shape
+        scales = layer.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        return torch.nn.functional.linear(x, (layer.weight.float() * scales).to(x), bias)
+
+    with (
+        any_dtype(Fp8Config),
+        mock.patch.object(Fp8LinearMethod, "process_weights_after_loading", lambda *_: None),
+        mock.patch.object(Fp8LinearMethod, "apply", apply),
+    ):
+        yield
+
+
+def any_dtype(config: type) -> contextlib.AbstractContextManager[Any]:
+    """Let a quantised model run in float32, in which a test can be exact; kernels take 16 bits only."""
+    return mock.patch.object(config, "get_supported_act_dtypes", classmethod(lambda _: [torch.float32]))
+
+
 SUBSTITUTES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     f.__name__: f
     for f in (
@@ -129,6 +199,9 @@ SUBSTITUTES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
         any_backend_for_gpt_oss,
         rope_in_place,
         router_weight_on_input,
+        int4_experts,
+        gptq_linear,
+        fp8_linear,
     )
 }
 

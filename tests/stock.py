@@ -58,14 +58,14 @@ def run_stock(
         if written is not None:
             model.set_eagle3_layers_to_capture(list(written))
         names = [name for name, module in model.named_modules() if isinstance(module, LogitsProcessor)]
-        methods = {n: type(m.quant_method).__name__ for n, m in model.named_modules() if hasattr(m, "quant_method")}
+        methods = {n: type(m.quant_method).__name__ for n, m in model.named_modules() if getattr(m, "quant_method", 0)}
         tokens = tokens.to(request.device)
-        with mock.patch.object(LogitsProcessor, "forward", keep):
-            with forward_batch(model_runner, tokens, list(lengths)) as batch:
-                output = model_runner.forward(batch)
-                output = getattr(output, "logits_output", output)
-                ((processor, hidden, lm_head, batch),) = handed
-                logits = processor._get_logits(hidden, lm_head, LogitsMetadata.from_forward_batch(batch))
+        watched = mock.patch.object(LogitsProcessor, "forward", keep)
+        with watched, forward_batch(model_runner, tokens, list(lengths)) as batch:
+            output = model_runner.forward(batch)
+            output = getattr(output, "logits_output", output)
+            ((processor, hidden, lm_head, batch),) = handed
+            logits = processor._get_logits(hidden, lm_head, LogitsMetadata.from_forward_batch(batch))
         kept = [None if x is None else x.clone() for x in (logits, output.next_token_logits, output.hidden_states)]
         return Stock(*kept, names, type(model).__name__, methods)
     finally:

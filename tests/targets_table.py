@@ -1,8 +1,13 @@
-"""``docs/targets.md`` out of :mod:`architectures` and what ``tests/engine/test_architectures.py`` measured."""
+"""``docs/targets.md`` out of :mod:`architectures` and what ``tests/engine/test_architectures.py`` measured.
+
+The last column is merged in from ``docs/benchmarks/targets_h200.json``, which ``tests/gpu/test_architectures.py``
+writes on a GPU; without that file it says "not run".
+"""
 
 from __future__ import annotations
 
 import datetime
+import json
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -10,6 +15,7 @@ from typing import Any
 
 from architectures import ARCHITECTURES, CUSTOM, DEFAULT, UNSORTED, Architecture
 
+GPU_RESULTS = Path(__file__).resolve().parents[1] / "docs/benchmarks/targets_h200.json"
 COMMAND = "pytest tests/engine/test_architectures.py --targets-table docs/targets.md"
 HEADER = """# Targets
 
@@ -31,9 +37,9 @@ to 512), two texts of 37 and 12 tokens.
 - *served*: the columns trained on against what a fresh SGLang model, without taps or hooks, returns to its draft worker
   once `set_eagle3_layers_to_capture` was called with the ids written, for ids {default}, {custom} and {unsorted}.
 
-**What they do not show.** Nothing here ran on a GPU with SGLang's own attention and expert kernels, in bf16, with
-quantised weights, or with images. "CPU, with …" names what SGLang lacks or gets wrong on a CPU and the tests put in
-its place (`tests/cpu_substitutes.py`); there the capture is shown to be right, and not SGLang's kernel.
+**What they do not show.** Nothing here ran with images. "CPU, with …" names what SGLang lacks or gets wrong on a CPU
+and the tests put in its place (`tests/cpu_substitutes.py`); there the capture is shown to be right, and not SGLang's
+kernel. {gpu}
 
 **Serving.** `recipe_args.capture: serving` trains on what SGLang will capture for the ids written into the draft's
 config.json. The rule for these differs between models and is observed at start-up, not known: the column shows what is
@@ -67,6 +73,7 @@ COLUMNS = (
     "logits",
     "processor",
     "served",
+    "on a GPU: aux, logits, served",
 )
 
 _results: dict[str, dict[str, Any]] = {}
@@ -92,6 +99,38 @@ def facts(architecture: Architecture) -> str:
     return "| " + " | ".join([*cells, serving, checked]) + " |"
 
 
+def gpu_results() -> dict[str, Any]:
+    """Return the committed results of ``tests/gpu/test_architectures.py``, empty where there are none."""
+    return json.loads(GPU_RESULTS.read_text(encoding="utf-8")) if GPU_RESULTS.is_file() else {}
+
+
+def gpu_note(run: dict[str, Any]) -> str:
+    """Return what the page says about the GPU's column."""
+    if not run:
+        return "Nothing here ran on a GPU with SGLang's own attention and expert kernels, in bf16."
+    return (
+        "The last column did run on a GPU with SGLang's own kernels and nothing put in their place, on models four "
+        f"times as wide: {run['device']}, {run['dtype']}, {run['date']}, {run['versions']}, `{run['sglang_args']}` "
+        "(`tests/gpu/test_architectures.py`). It has the median cosine to transformers in float32 of all layers' rows "
+        "and of the logits, in brackets that of transformers' own bf16, and the largest relative difference between "
+        "the columns trained on and the states that stock SGLang serves. The worst rows are in "
+        "`docs/benchmarks/targets_h200.json`: a near-tie of a random router flips an expert in any bf16."
+    )
+
+
+def gpu_cell(result: dict[str, Any] | None) -> str:
+    """Return a target's cell of the GPU's column: numbers, or why there are none."""
+    if result is None:
+        return "not run"
+    if error := result.get("error"):
+        words = " ".join(error.split()).replace("|", "/")
+        return f"does not run ({result['stage']}): {words[:200]}"
+    if result["problems"]:
+        return "fails: " + result["problems"][0].replace("|", "/")[:200]
+    medians = [f"{result[k]['median']:.4f} ({result[k]['transformers']['median']:.4f})" for k in ("aux", "logits")]
+    return ", ".join([*medians, _number(result["served"])])
+
+
 def _number(difference: float | None) -> str:
     """Return a difference for the table: a dash where there is none to measure, a bare 0 where the bits agree."""
     return "–" if difference is None else f"{difference:.0e}" if difference else "0"
@@ -103,7 +142,9 @@ def write(path: Path) -> str:
     if missing:
         return f"{path} is left as it is: no results for {', '.join(missing)}"
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("sglang", "torch", "transformers"))
+    on_gpu = gpu_results()
     page = HEADER.format(
+        gpu=gpu_note(on_gpu),
         command=COMMAND,
         date=datetime.datetime.now(tz=datetime.UTC).date(),
         versions=f"Python {platform.python_version()}, {versions}",
@@ -114,6 +155,7 @@ def write(path: Path) -> str:
     for architecture in ARCHITECTURES:
         found = _results[architecture.name]
         numbers = [_number(found.get(k)) for k in ("aux", "logits", "processor", "served")]
+        numbers.append(gpu_cell(on_gpu.get("targets", {}).get(architecture.name)))
         page += f"{facts(architecture)} {' | '.join(numbers)} |\n"
     path.write_text(page + NOTES.format(unsorted=list(UNSORTED)), encoding="utf-8")
     slowest = max(found.get("seconds", 0.0) for found in _results.values())

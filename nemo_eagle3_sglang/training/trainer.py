@@ -18,6 +18,7 @@ from nemo_eagle3_sglang.contracts import FlatBatch
 from nemo_eagle3_sglang.losses.soft_cross_entropy import linear_soft_cross_entropy
 from nemo_eagle3_sglang.training.attention import Bounds, unrolled_attention
 from nemo_eagle3_sglang.training.pointwise import fused, rotate, swiglu
+from nemo_eagle3_sglang.training.rows import take
 
 # Weight of step k is DECAY**k over the sum of all; AutoModel's and the paper's.
 DECAY = 0.8
@@ -62,7 +63,7 @@ class FlatTrainer:
             raise ValueError(f"the batch is laid out for {plan.steps} steps, the trainer unrolls {self.ttt_steps}")
         if not plan.lengths:
             return self._nothing(batch)
-        states = torch.cat(self._unroll(batch)).index_select(0, plan.pairs)
+        states = take(torch.cat(self._unroll(batch)), plan.pairs)
         if not getattr(self.draft_model.config, "norm_output", False):
             states = self.draft_model.model.norm(states)
         valid = batch.in_draft_vocab.index_select(0, plan.pair_targets)
@@ -84,12 +85,12 @@ class FlatTrainer:
         attention, dense = layer.self_attn, plan.dense
         bounds = Bounds(plan.cu_queries, plan.cu_slots, plan.query_lengths, plan.slot_lengths)
         cos, sin = self._rotary(max(plan.lengths) + plan.steps, batch.aux)
-        projected = draft.project_hidden_states(batch.aux).index_select(0, plan.slots)
+        projected = take(draft.project_hidden_states(batch.aux), plan.slots)
 
         combined = _combine(layer, draft.embed_input_ids(plan.next_ids), projected)
         first_key = _rotated(attention.k_proj(combined), attention.head_dim, cos, sin, plan.positions)
         first_value = attention.v_proj(combined).unflatten(-1, (-1, attention.head_dim))
-        combined, hidden = combined.index_select(0, plan.chains), projected.index_select(0, plan.chains)
+        combined, hidden = take(combined, plan.chains), take(projected, plan.chains)
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         states = []

@@ -1,7 +1,7 @@
 """Every class of model that SGLang serves: what is captured, what the head gives, and what SGLang will serve.
 
-For each target of :mod:`architectures` the real engine runs on a CPU in float32. :mod:`stock` is the proof that does not
-lean on this package: SGLang's own forward over a fresh model without taps or hooks.
+For each target of :mod:`architectures` the real engine runs on a CPU in float32. :mod:`stock` is the proof that does
+not lean on this package: SGLang's own forward over a fresh model without taps or hooks.
 
 ``pytest tests/engine/test_architectures.py --targets-table docs/targets.md`` writes the table of results.
 """
@@ -22,7 +22,7 @@ import pytest
 import targets_table
 import tiny_models
 import torch
-from architectures import ARCHITECTURES, CUSTOM, DEFAULT, LAYERS, UNSORTED, VOCAB, Architecture, Plan
+from architectures import ARCHITECTURES, CUSTOM, DEFAULT, LAYERS, LENGTHS, TOKENS, UNSORTED, VOCAB, Architecture, Plan
 from cpu_substitutes import substituted
 from stock import Stock, run_stock
 
@@ -32,8 +32,6 @@ from nemo_eagle3_sglang.engine.runner import SGLangRunner
 from nemo_eagle3_sglang.errors import CaptureError, ConfigError
 
 HIDDEN = 64
-LENGTHS = [37, 12]
-TOKENS = torch.randint(3, architectures.TEXT_VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
 TOLERANCE = 1e-3
 
 
