@@ -227,9 +227,9 @@ def gpt_oss() -> tf.PreTrainedModel:
     return tf.GptOssForCausalLM(tf.GptOssConfig(**dimensions(**moe, rope_scaling=DEFAULT_ROPE, **sliding())))
 
 
-def deepseek_v3() -> tf.PreTrainedModel:
-    routing = {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
-    routing["q_lora_rank"] = wide(32)
+def deepseek_v3(routed_scaling_factor: float = 2.5) -> tf.PreTrainedModel:
+    routing = {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "q_lora_rank": wide(32)}
+    routing["routed_scaling_factor"] = routed_scaling_factor
     return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**deepseek_dimensions(**routing)))
 
 

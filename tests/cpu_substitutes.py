@@ -162,7 +162,7 @@ def gptq_linear() -> Iterator[None]:
 
     with (
         any_dtype(gptq.GPTQConfig),
-        mock.patch.object(GPTQLinearScheme, "process_weights_after_loading", lambda *_: None),
+        mock.patch.object(GPTQLinearScheme, "process_weights_after_loading", return_value=None),
         mock.patch.object(GPTQLinearScheme, "apply_weights", apply),
     ):
         yield
@@ -180,7 +180,7 @@ def fp8_linear() -> Iterator[None]:
 
     with (
         any_dtype(Fp8Config),
-        mock.patch.object(Fp8LinearMethod, "process_weights_after_loading", lambda *_: None),
+        mock.patch.object(Fp8LinearMethod, "process_weights_after_loading", return_value=None),
         mock.patch.object(Fp8LinearMethod, "apply", apply),
     ):
         yield

@@ -135,8 +135,8 @@ class Quantised:
         config: Its ``quantization_config``.
         format: Quantises one weight.
         weights: Pattern of the weights that are quantised.
-        method: Module (the end of its name) and class of the method that SGLang must have given it.
-        quantised_activations: Whether SGLang rounds activations too, which no reference of weights has.
+        method: A module (the end of its name) and a part of the name of the method that SGLang must run it by.
+        quantised_activations: Whether SGLang rounds activations to fp8 too; see :func:`fp8_activations`.
         substitute: Name in :mod:`cpu_substitutes` of the kernels in torch; None where there are none.
     """
 
@@ -153,6 +153,11 @@ class Quantised:
 def llama_of_full_rows() -> tf.PreTrainedModel:
     """A vocabulary that needs no padding, as published GPTQ heads have it."""
     return architectures.llama(vocab_size=512)
+
+
+def deepseek_of_mild_experts() -> tf.PreTrainedModel:
+    """Experts that count for less: rounding to fp8 flips so many of a random router's that nothing could be told."""
+    return architectures.deepseek_v3(routed_scaling_factor=0.5)
 
 
 QUANTISED = [
@@ -176,7 +181,7 @@ QUANTISED = [
     ),
     Quantised(
         "DeepSeek-V3, fp8 blocks",
-        BY_NAME["DeepSeek-V3"],
+        dataclasses.replace(BY_NAME["DeepSeek-V3"], build=deepseek_of_mild_experts),
         FP8_BLOCKS,
         fp8_blocks,
         PROJECTIONS,
@@ -199,11 +204,28 @@ QUANTISED = [
         GPTQ_WITH_HEAD,
         gptq,
         rf"{PROJECTIONS}|^lm_head\.weight$",
-        ("lm_head", "LinearMethod"),
+        ("lm_head", "GPTQ"),
         substitute="gptq_linear",
     ),
 ]
 QUANTISED_BY_NAME = {q.name: q for q in QUANTISED}
+
+
+def fp8_activations(model: tf.PreTrainedModel) -> None:
+    """Round what goes into each projection to e4m3, each token in groups of 128, as SGLang does before the product.
+
+    Routed experts are left out: transformers holds them in no module of their own.
+    """
+
+    def round_input(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        x = inputs[0].float()
+        groups = x.unflatten(-1, (-1, 128 if x.shape[-1] % 128 == 0 else x.shape[-1]))
+        scales = groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-6) / torch.finfo(torch.float8_e4m3fn).max
+        return (((groups / scales).to(torch.float8_e4m3fn).float() * scales).flatten(-2).to(inputs[0]),)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and re.search(PROJECTIONS, f"{name}.weight"):
+            module.register_forward_pre_hook(round_input)
 
 
 def save(quantised: Quantised, folder: Path, dtype: torch.dtype) -> tf.PreTrainedModel:

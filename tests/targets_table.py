@@ -37,9 +37,10 @@ to 512), two texts of 37 and 12 tokens.
 - *served*: the columns trained on against what a fresh SGLang model, without taps or hooks, returns to its draft worker
   once `set_eagle3_layers_to_capture` was called with the ids written, for ids {default}, {custom} and {unsorted}.
 
-**What they do not show.** Nothing here ran with images. "CPU, with …" names what SGLang lacks or gets wrong on a CPU
-and the tests put in its place (`tests/cpu_substitutes.py`); there the capture is shown to be right, and not SGLang's
-kernel. {gpu}
+**What they do not show.** Nothing here ran with quantised weights (`tests/engine/test_quantised_targets.py`,
+`tests/gpu/test_quantised.py`) or with images. "CPU, with …" names what SGLang lacks or gets wrong on a CPU and the
+tests put in its place (`tests/cpu_substitutes.py`); there the capture is shown to be right, and not SGLang's kernel.
+{gpu}
 
 **Serving.** `recipe_args.capture: serving` trains on what SGLang will capture for the ids written into the draft's
 config.json. The rule for these differs between models and is observed at start-up, not known: the column shows what is

@@ -88,6 +88,8 @@ class _LinearSoftCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight.addmm_(logits.T, hidden[part])
+            # Before the next chunk's are made, so that there is one at a time.
+            del logits
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(choices)
         return losses.sum(), choices

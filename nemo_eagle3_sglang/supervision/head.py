@@ -56,6 +56,7 @@ def draft_targets(
         chosen = torch.index_select(logits, -1, selected_token_ids, out=kept[part])
         choices[part] = chosen.argmax(dim=-1)
         lse[part] = torch.logsumexp(chosen.float(), dim=-1)
+        del logits
     return DraftTargets(hidden.new_empty((0, width)) if kept is None else kept, lse, choices, in_draft_vocab)
 
 
@@ -86,18 +87,22 @@ def draft_distribution(
     for part, logits in _chunks(head, hidden, selected_token_mask):
         in_draft_vocab[part] = selected_token_mask[logits.argmax(dim=-1)]
         torch.softmax(logits.index_select(-1, selected_token_ids).float(), dim=-1, out=probs[part])
+        del logits
     return probs, in_draft_vocab
 
 
 def _chunks(head: Head, hidden: torch.Tensor, mask: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield logits ``[chunk, V]`` of consecutive positions; a chunk may be overwritten once the next is asked for."""
+    """Yield logits ``[chunk, V]`` of consecutive positions; who drops them in time has one chunk in memory."""
     vocab = mask.shape[0]
     chunk = max(1, CHUNK_BYTES // (vocab * max(hidden.element_size(), 2)))
     for start in range(0, hidden.shape[0], chunk):
         part = slice(start, start + chunk)
-        logits = head(hidden[part])
-        if logits.shape[-1] != vocab:
-            raise ValueError(
-                f"the target's head gives {logits.shape[-1]} logits, the vocabulary mapping was made for {vocab}"
-            )
-        yield part, logits
+        yield part, _checked(head(hidden[part]), vocab)
+
+
+def _checked(logits: torch.Tensor, vocab: int) -> torch.Tensor:
+    if logits.shape[-1] != vocab:
+        raise ValueError(
+            f"the target's head gives {logits.shape[-1]} logits, the vocabulary mapping was made for {vocab}"
+        )
+    return logits

@@ -3,35 +3,70 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
 
 
 class RunMeter:
-    """Counts tokens, and turns AutoModel's log points into lines, files and a summary.
+    """Counts tokens and times parts, and turns AutoModel's log points into lines, files and a summary.
+
+    Nothing here makes the host wait for the device: spans on a GPU are pairs of events, read at a log point, for which
+    AutoModel waits anyway.
 
     Args:
         path: ``metrics.jsonl``, one JSON object a log point, appended to when a run is resumed; ``None`` on ranks
             that do not write.
+        device: Where target and draft run.
+        peak_flops: FLOP/s to which the MFU relates; ``None`` reports none.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, device: torch.device | None = None, peak_flops: float | None = None) -> None:
         self._path = path
-        self._tokens = 0
+        self._device, self._peak = device or torch.device("cpu"), peak_flops
         self._tokens_total = 0
-        self._since = time.perf_counter()
         self._first: dict[str, Any] | None = None
         self._last: dict[str, Any] | None = None
         self.bar: tqdm | None = None
+        self.restart()
 
     def count(self, tokens: int) -> None:
         """Add the real (unpadded) tokens of one training micro-batch."""
         self._tokens += tokens
         self._tokens_total += tokens
+
+    def add_flops(self, flops: float) -> None:
+        """Add the model FLOPs of one training micro-batch; see ``flops.py``."""
+        self._flops += flops
+
+    def add_data_wait(self, seconds: float) -> None:
+        """Add time for which the host waited for the data loader."""
+        self._data += seconds
+
+    @contextmanager
+    def target(self) -> Iterator[None]:
+        """Time the target: on a GPU what the device spends, elsewhere what the host does."""
+        if self._device.type != "cuda":
+            start = time.perf_counter()
+            yield
+            self._target += time.perf_counter() - start
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._spans.append((start, end))
 
     def resume(self, step: int) -> None:
         """Go on counting tokens where the run that wrote ``metrics.jsonl`` stood at ``step``."""
@@ -47,11 +82,19 @@ class RunMeter:
                 self._tokens_total = record["tokens"]
 
     def restart(self) -> None:
-        """Start the clock of a window, so that set-up and evaluation are not counted as training time."""
+        """Start a window, so that set-up and evaluation are not counted as training time."""
         self._tokens, self._since = 0, time.perf_counter()
+        self._target = self._data = self._flops = 0.0
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def log(self, data: dict[str, Any], step: int) -> dict[str, Any]:
-        """Take one of AutoModel's log records and return it with ``train/tokens_per_second`` added.
+        """Take one of AutoModel's log records and return it with the window's speed, shares and memory added.
+
+        Added to a training record: ``train/tokens_per_second``; ``train/time_target``, ``train/time_data`` and
+        ``train/time_draft``, shares of the window (the draft's is the rest: its step and the optimizer);
+        ``train/mfu`` where the device's peak is known; ``train/peak_memory_gib`` on a GPU.
 
         Args:
             data: Keys as AutoModel logs them: ``train/loss``, ``train/accuracy``, ``train/tau_sim``, ``val/loss``, …
@@ -63,22 +106,51 @@ class RunMeter:
                 "optimizer.lr, or look for inf/nan in the target's states; checkpoints before this step can be resumed"
             )
         if "train/loss" in data:
-            data = {**data, "train/tokens_per_second": self._tokens / max(time.perf_counter() - self._since, 1e-9)}
+            data = {**data, **self._window()}
             self._first = self._first or data
             self._last = data
-            self._show(data)
+            self._show(data, step)
         self._write({"step": step, "tokens": self._tokens_total, "time": time.time(), **data})
         self.restart()
         return data
 
-    def _show(self, data: dict[str, Any]) -> None:
+    def _window(self) -> dict[str, float]:
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        target = self._target
+        if self._spans:
+            # Recorded before the values of this log point, which have been read.
+            self._spans[-1][1].synchronize()
+            target += sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
+        shares = {"target": min(target / seconds, 1.0), "data": min(self._data / seconds, 1.0)}
+        found = {
+            "train/tokens_per_second": self._tokens / seconds,
+            "train/time_target": shares["target"],
+            "train/time_data": shares["data"],
+            "train/time_draft": max(0.0, 1.0 - sum(shares.values())),
+        }
+        if self._peak and self._flops:
+            found["train/mfu"] = self._flops / seconds / self._peak
+        if self._device.type == "cuda":
+            found["train/peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / GIB
+        return found
+
+    def _show(self, data: dict[str, Any], step: int) -> None:
+        speed = {
+            "tok/s": f"{data['train/tokens_per_second']:.0f}",
+            "target": f"{data['train/time_target']:.0%}",
+            "data": f"{data['train/time_data']:.0%}",
+        }
+        if "train/mfu" in data:
+            speed["mfu"] = f"{data['train/mfu']:.0%}"
+        if "train/peak_memory_gib" in data:
+            speed["peak"] = f"{data['train/peak_memory_gib']:.1f}G"
+        logger.info("step=%s %s", step, " ".join(f"{name}={value}" for name, value in speed.items()))
         if self.bar is None:
             return
         postfix = {"loss": f"{data['train/loss']:.3f}", "acc": f"{data['train/accuracy']:.3f}"}
         if "train/tau_sim" in data:
             postfix["accept"] = f"{data['train/tau_sim']:.2f}"
-        postfix["tok/s"] = f"{data['train/tokens_per_second']:.0f}"
-        self.bar.set_postfix(postfix)
+        self.bar.set_postfix({**postfix, **speed})
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._path is None:
@@ -108,3 +180,35 @@ class RunMeter:
                 f"simulated accept length {self._first['train/tau_sim']:.2f} -> {self._last['train/tau_sim']:.2f}"
             )
         return ", ".join(parts) + f", {self._tokens_total:,} tokens"
+
+
+class TimedLoader:
+    """A data loader that tells a meter how long the host waited for each batch.
+
+    Args:
+        loader: AutoModel's ``DataLoader``; everything but iteration is its own.
+        meter: Where the waiting is added.
+    """
+
+    def __init__(self, loader: Any, meter: RunMeter) -> None:
+        self._loader, self._meter = loader, meter
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the loader's batches."""
+        batches = iter(self._loader)
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            self._meter.add_data_wait(time.perf_counter() - start)
+            yield batch
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch."""
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what is the loader's."""
+        return getattr(self._loader, name)

@@ -23,6 +23,7 @@ from nemo_automodel.components.datasets.llm.chat_dataset import ChatDataset
 from nemo_automodel.components.speculative.eagle.core import Eagle3TrainerModule
 from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3DraftModel
 from nemo_automodel.components.speculative.eagle.registry import EAGLE3_DRAFT_REGISTRY, DraftSpec
+from nemo_automodel.components.utils import flops_utils
 from nemo_automodel.recipes.llm.train_eagle3 import TrainEagle3Recipe
 from transformers import PretrainedConfig
 
@@ -35,7 +36,9 @@ from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
 from nemo_eagle3_sglang.supervision.backend import RunnerBackend
 from nemo_eagle3_sglang.training import chat_data, draft_registry, preflight
 from nemo_eagle3_sglang.training.export import make_servable, serve_command
-from nemo_eagle3_sglang.training.meter import RunMeter
+from nemo_eagle3_sglang.training.flops import StepFlops, peak_flops
+from nemo_eagle3_sglang.training.meter import RunMeter, TimedLoader
+from nemo_eagle3_sglang.training.optimizer import fuse
 from nemo_eagle3_sglang.training.trainer import FlatTrainer
 
 logger = logging.getLogger(__name__)
@@ -68,7 +71,9 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         self._aux_plan: AuxPlan | None = None
         draft = check_run(config)
         trainer = preflight.choose_trainer(config, DRAFTS.is_llama(draft))
-        self.meter = RunMeter(Path(config.recipe_args.output_dir) / "metrics.jsonl")
+        device = preflight.check_device(config.recipe_args.device)
+        self.meter = RunMeter(Path(config.recipe_args.output_dir) / "metrics.jsonl", device, peak_flops(device))
+        self._flops: StepFlops | None = None
         # AutoModel seeds its generators after the draft has drawn its first weights: two runs would never be equal.
         torch.manual_seed(config.recipe_args.shuffle_seed)
         try:
@@ -81,6 +86,8 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         if trainer == "flat":
             # Only forward differs, so the module that AutoModel has built, and wrapped for DDP, becomes ours in place.
             self._module().__class__ = FlatEagle3Trainer
+            fuse(self.optimizer)
+            self._flops = step_flops(config.recipe_args, self.draft_model)
         # At least two log points, so that also a short run says how the loss moved.
         self.log_every_steps = min(self.log_every_steps, max(1, self.total_optim_steps // 2))
         if self.target_wrapper is not None and not config.recipe_args.parallel_drafting:
@@ -123,7 +130,7 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         loader = super()._build_train_dataloader(data_path, split)
         if self.tokenizer.pad_token_id == 0 and hasattr(loader.dataset, "pad_token_id"):
             loader.dataset.pad_token_id = 0
-        return loader
+        return TimedLoader(loader, self.meter)
 
     def _forward_batch(self, batch: dict[str, torch.Tensor], target_batch: Any = None) -> Any:
         """Run target and draft on a batch of the data loader.
@@ -136,8 +143,14 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
             return super()._forward_batch(batch, target_batch)
         module = self._module()
         if isinstance(module, FlatTrainer):
-            return self.trainer_module(self.target_wrapper.flat_batch(batch, module.ttt_steps))
-        return self.trainer_module(**self.target_wrapper.generate_batch(**batch).to_trainer_inputs())
+            with self.meter.target():
+                flat = self.target_wrapper.flat_batch(batch, module.ttt_steps)
+            if self._flops is not None and self.trainer_module.training:
+                self.meter.add_flops(self._flops.count(flat.unroll))
+            return self.trainer_module(flat)
+        with self.meter.target():
+            padded = self.target_wrapper.generate_batch(**batch)
+        return self.trainer_module(**padded.to_trainer_inputs())
 
     def _make_progress_bar(self, total: int | None = None, initial: int = 0) -> Any:
         """Keep AutoModel's bar, so that tokens/s and the accept length can be shown on it."""
@@ -197,6 +210,15 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
             print(f"Draft: {draft}\nServe it:\n{serve_command(target, str(draft))}")
         elif latest:
             print(f"Checkpoint: {latest} (no consolidated export; set checkpoint.save_consolidated: true)")
+
+
+def step_flops(args: RecipeArgs, draft: torch.nn.Module) -> StepFlops | None:
+    """Return a counter of FLOPs, or ``None`` where AutoModel has no formula of the target's own architecture."""
+    config = preflight.load_target_config(args).get_text_config()
+    formula = flops_utils.get_flops_formula_for_hf_config(config)
+    if formula is flops_utils.transformer_flops:
+        return None
+    return StepFlops(formula, config, draft)
 
 
 def backend_request(args: RecipeArgs, device: torch.device, dtype: torch.dtype) -> BackendRequest:

@@ -8,6 +8,7 @@ well is replaced, since neither CUDA nor SGLang's globals can be trusted after t
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -118,7 +119,7 @@ class _Worker:
 
     def _last_words(self) -> str:
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return " | ".join(lines[-5:])[-1000:]
+        return " | ".join(lines[-8:])[-1000:]
 
     def stop(self) -> None:
         """End the process; it holds nothing that must be put back."""
@@ -141,6 +142,7 @@ def _private_stdout() -> Iterator[Callable[[Result], None]]:
 
 def main() -> None:
     """Import the function named on the command line, then run it for each name that comes on stdin."""
+    faulthandler.enable()
     module, function = sys.argv[1].split(":")
     sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
     with _private_stdout() as send:

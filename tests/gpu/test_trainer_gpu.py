@@ -174,4 +174,5 @@ def test_draft_logits_do_not_grow_with_the_steps(report):
         peaks.append((torch.cuda.max_memory_allocated() - before) / 2**20)
         del hidden, weight, target, loss
     report("loss_memory_mib", peaks)
-    assert peaks[1] - peaks[0] < 64, peaks
+    # 250 MiB of logits a chunk; beside them only the rows' own gradient grows, by 3 MiB.
+    assert peaks[1] - peaks[0] < 16, peaks

@@ -111,7 +111,8 @@ def test_the_bar_shows_loss_accuracy_accept_length_and_speed(clock):
     meter.count(1234)
     clock.now += 1
     meter.log(point(3.14159, accuracy=0.5), 1)
-    assert bar.shown == {"loss": "3.142", "acc": "0.500", "accept": "1.50", "tok/s": "1234"}
+    quality = {"loss": "3.142", "acc": "0.500", "accept": "1.50"}
+    assert bar.shown == {**quality, "tok/s": "1234", "target": "0%", "data": "0%"}
     meter.log({"val/loss": 1.0}, 1)
     assert bar.shown["loss"] == "3.142", "an evaluation leaves the bar alone"
     meter.log(point(2.0, tau=None), 2)
@@ -171,3 +172,59 @@ def test_a_torn_last_line_does_not_swallow_the_next(tmp_path):
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     with pytest.raises(FloatingPointError, match=r"step 7: train/loss is nan"):
         RunMeter(tmp_path / "metrics.jsonl").log({"train/loss": float("nan"), "train/accuracy": 0.0}, step=7)
+
+
+def test_time_is_split_between_target_data_and_draft(clock):
+    meter = RunMeter(None, peak_flops=100.0)
+    with meter.target():
+        clock.now += 6
+    meter.add_data_wait(1.0)
+    clock.now += 4
+    meter.count(50)
+    meter.add_flops(250.0)
+    data = meter.log(point(3.0), 1)
+    assert data["train/time_target"] == pytest.approx(0.6)
+    assert data["train/time_data"] == pytest.approx(0.1)
+    assert data["train/time_draft"] == pytest.approx(0.3)
+    assert data["train/mfu"] == pytest.approx(0.25)
+    assert "train/peak_memory_gib" not in data, "a CPU has no counter of it"
+    clock.now += 1
+    assert meter.log(point(3.0), 2)["train/time_target"] == 0, "each window has its own"
+
+
+def test_no_mfu_without_a_peak(clock):
+    meter = RunMeter(None)
+    meter.add_flops(250.0)
+    clock.now += 1
+    assert "train/mfu" not in meter.log(point(3.0), 1)
+
+
+def test_a_loader_tells_how_long_it_was_waited_for(clock):
+    class Slow:
+        sampler = "its own"
+
+        def __iter__(self):
+            for i in range(3):
+                clock.now += 2
+                yield i
+
+        def __len__(self):
+            return 3
+
+    meter = RunMeter(None)
+    loader = meter_module.TimedLoader(Slow(), meter)
+    for _ in loader:
+        clock.now += 2
+    assert meter.log(point(3.0), 1)["train/time_data"] == pytest.approx(0.5)
+    assert len(loader) == 3
+    assert loader.sampler == "its own"
+    assert not hasattr(loader, "state_dict")
+
+
+def test_the_log_line_says_how_fast(clock, caplog):
+    meter = RunMeter(None)
+    meter.count(300)
+    clock.now += 3
+    with caplog.at_level("INFO"):
+        meter.log(point(3.0), 7)
+    assert "step=7 tok/s=100 target=0% data=0%" in caplog.text
