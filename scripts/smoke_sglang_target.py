@@ -33,9 +33,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from nemo_eagle3_sglang import engine
 from nemo_eagle3_sglang.contracts import BackendRequest, TargetBatch, TargetRunner
 from nemo_eagle3_sglang.errors import CaptureError, ConfigError
-from nemo_eagle3_sglang.supervision.align import shift_left, unpad
+from nemo_eagle3_sglang.supervision.align import shift_left
 from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
 from nemo_eagle3_sglang.supervision.backend import RunnerBackend
+from nemo_eagle3_sglang.supervision.documents import documents
 from nemo_eagle3_sglang.training import chat_data
 
 TIMED_RUNS = 3
@@ -182,7 +183,7 @@ def use(runner: TargetRunner, job: Job) -> tuple[States, list[int], list[Check]]
     batch = run()
     for _ in range(TIMED_RUNS):
         again = run()
-        same += all(torch.equal(value, getattr(again, name)) for name, value in vars(batch).items())
+        same += all(torch.equal(value, getattr(again, name)) for name, value in batch.to_trainer_inputs().items())
     states = sglang_states(runner, job, batch)
     return (
         states,
@@ -200,8 +201,8 @@ def use(runner: TargetRunner, job: Job) -> tuple[States, list[int], list[Check]]
 def sglang_states(runner: TargetRunner, job: Job, batch: TargetBatch) -> States:
     """Collect aux states and distributions from ``batch``, the final state from a bare forward."""
     real, supervised = job.attention_mask.bool(), shift_left(job.attention_mask).bool()
-    sequences = unpad(job.input_ids, job.attention_mask)
-    last, head = runner.forward(sequences.tokens, sequences.lengths).last, runner.head()
+    docs = documents(job.input_ids, job.attention_mask, job.attention_mask, trim=False)
+    last, head = runner.forward(torch.from_numpy(docs.tokens), docs.lengths.tolist()).last, runner.head()
     argmax, top5 = map(torch.cat, zip(*(rank(head(part)) for part in last.split(CHUNK)), strict=True))
     hidden = torch.cat((batch.aux_hidden_states.cpu()[real], last.cpu()), dim=-1).unflatten(-1, (-1, last.shape[-1]))
     mask = batch.position_mask.squeeze(-1).cpu()[supervised]

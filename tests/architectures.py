@@ -460,6 +460,7 @@ ARCHITECTURES = [
         head="plain; the embedding has 8 more rows",
         serving=NO_SETTER,
         skipped=(2,),
+        gpu_fails="Cross attention is not supported in the triton attention backend",
     ),
     Architecture(
         "GLM-4",
