@@ -104,6 +104,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target-dims", choices=(*DIMS, "kimi-head"), default="llama-8b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -141,6 +142,7 @@ def chats(lengths: str, vocab: int, count: int) -> list[dict[str, list[int]]]:
 
 
 def chat(rng: random.Random, total: int, vocab: int) -> dict[str, list[int]]:
+    """Return one chat of ``total`` random tokens, the last three quarters supervised."""
     prompt = max(20, total // 4)
     return {
         "input_ids": [rng.randrange(vocab) for _ in range(total)],
@@ -191,6 +193,7 @@ class Child:
         self.losses: list[torch.Tensor] = []
 
     def serve(self) -> int:
+        """Build, then answer requests until the parent closes the pipe."""
         try:
             with tempfile.TemporaryDirectory() as folder:
                 self.build(folder)
@@ -208,11 +211,13 @@ class Child:
         return 0
 
     def answer(self, data: dict[str, Any]) -> None:
+        """Send one answer."""
         print(MARK + json.dumps(data), flush=True)
 
     # Building
 
     def build(self, folder: str) -> None:
+        """Build target, draft and data, and take the first steps."""
         import transformers
 
         arguments = self.arguments
@@ -250,6 +255,7 @@ class Child:
         }
 
     def build_sglang(self, folder: str) -> Any:
+        """Return the co-located SGLang target, its KV pool sized to a micro-batch."""
         from nemo_eagle3_sglang.contracts import BackendRequest
         from nemo_eagle3_sglang.engine.runner import SGLangRunner
         from nemo_eagle3_sglang.supervision.backend import RunnerBackend
@@ -273,6 +279,7 @@ class Child:
         return RunnerBackend(runner, [1, self.config.num_hidden_layers // 2 - 1, self.config.num_hidden_layers - 4])
 
     def build_hf(self) -> Any:
+        """Return AutoModel's colocated target."""
         from nemo_automodel.components.speculative.eagle.target import HFEagle3TargetModel
         from transformers import LlamaForCausalLM
 
@@ -284,6 +291,7 @@ class Child:
         return HFEagle3TargetModel(model)
 
     def build_draft(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
+        """Make draft, trainer and optimizer as the recipes do."""
         from nemo_automodel.components.speculative.eagle.core import Eagle3TrainerModule
         from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3DraftModel
 
@@ -314,11 +322,13 @@ class Child:
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, **fused)
 
     def load(self, rows: list[dict[str, list[int]]]) -> None:
+        """Take other chats."""
         self.data, self.next = batches(rows, self.packed, self.micro_batch, self.cuda), 0
 
     # Running
 
     def forward(self) -> tuple[Any, int]:
+        """Run target and draft on the next micro-batch; return metrics and real tokens."""
         batch = self.data[self.next % len(self.data)]
         self.next += 1
         tokens = int(batch["attention_mask"].sum())
@@ -333,6 +343,7 @@ class Child:
             return self.trainer(**inputs), tokens
 
     def run_steps(self, count: int = 0, tokens: int = 0) -> tuple[int, int]:
+        """Train ``count`` steps or ``tokens`` tokens; return both as they were."""
         done = seen = 0
         while done < count or seen < tokens:
             metrics, real = self.forward()
@@ -453,9 +464,11 @@ class Child:
         return self.round(4 * tokens)
 
     def held(self) -> int:
+        """Return the bytes that torch's allocator has given out."""
         return torch.cuda.memory_allocated() if self.cuda else 0
 
     def sync(self) -> None:
+        """Wait for the device."""
         if self.cuda:
             torch.cuda.synchronize()
 
@@ -514,6 +527,7 @@ class Configuration:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Start the configurations, measure, end them."""
     names = ["ours-bf16"] if arguments.growth else list(arguments.configs)
     say(f"building {', '.join(names)}")
     configurations = [Configuration(name, arguments) for name in names]
@@ -543,6 +557,7 @@ def measure_steps(
     memory: dict[str, Any],
     report: dict[str, Any],
 ) -> None:
+    """Run the rounds, then the instrumented steps, and print the table."""
     rounds: dict[str, list[dict[str, Any]]] = {c.name: [] for c in configurations}
     extra: dict[str, dict[str, Any]] = {c.name: {} for c in configurations}
 
@@ -602,6 +617,7 @@ def measure_growth(
     memory: dict[str, Any],
     report: dict[str, Any],
 ) -> None:
+    """Measure over chat lengths and micro-batch sizes."""
     (configuration,) = configurations
     shapes = [("length", length, max(1, 8192 // length), max(8192, length)) for length in GROWTH_LENGTHS]
     shapes += [("micro-batch", 0, 0, tokens) for tokens in GROWTH_TOKENS]
@@ -664,22 +680,39 @@ def kimi_head(arguments: argparse.Namespace) -> int:
 
 
 def print_table(report: dict[str, Any]) -> None:
+    """Print the report as a table."""
     print(f"\n{report['device']}, {report['versions']}, {report['target_dims']}, {report['lengths']}, {report['date']}")
-    print(
-        f"{'':18s} {'tokens/s':>9s} {'step ms':>8s} {'target':>7s} {'fwd':>6s} {'bwd':>6s} {'opt':>6s} {'idle ms':>8s} {'host ms':>8s} "
-        f"{'peak GiB':>9s} {'dynamic':>8s} {'KV pool':>8s} {'loss':>7s}"
+    parts = ("target", "draft forward", "draft backward", "optimizer")
+    columns = (
+        "tokens/s",
+        "step ms",
+        "target",
+        "forward",
+        "backward",
+        "optim.",
+        "idle ms",
+        "host ms",
+        "peak",
+        "dynamic",
+        "KV pool",
     )
+    print(f"{'':18s}" + "".join(f"{name:>10s}" for name in (*columns, "loss")))
     for row in report["rows"]:
         if "real_tokens_per_s" not in row:
             print(f"{row['name']:18s} {row['error']}")
             continue
         ms = row.get("ms", {})
-        parts = [ms.get(p, float("nan")) for p in ("target", "draft forward", "draft backward", "optimizer")]
-        print(
-            f"{row['name']:18s} {row['real_tokens_per_s']:9,.0f} {row['step_ms']:8.1f} {parts[0]:7.1f} {parts[1]:6.1f} "
-            f"{parts[2]:6.1f} {parts[3]:6.1f} {row.get('idle_ms', float('nan')):8.1f} {row.get('host_ms', float('nan')):8.1f} {row['peak_gib']:9.1f} "
-            f"{row['dynamic_gib']:8.2f} {row.get('kv_pool_gib', 0):8.2f} {row['loss']:7.3f}"
-        )
+        values = [
+            row["step_ms"],
+            *(ms.get(part, float("nan")) for part in parts),
+            row.get("idle_ms", float("nan")),
+            row.get("host_ms", float("nan")),
+            row["peak_gib"],
+            row["dynamic_gib"],
+            row.get("kv_pool_gib", 0.0),
+        ]
+        numbers = "".join(f"{value:10.2f}" for value in values)
+        print(f"{row['name']:18s}{row['real_tokens_per_s']:10,.0f}{numbers}{row['loss']:10.3f}")
 
 
 def plot(source: Path, target: Path) -> int:
@@ -694,13 +727,15 @@ def plot(source: Path, target: Path) -> int:
     for axis, kind, x in zip(axes, ("length", "micro-batch"), ("length", "tokens"), strict=True):
         rows = [row for row in report["rows"] if row["kind"] == kind and "real_tokens_per_s" in row]
         axis.plot([r[x] for r in rows], [r["real_tokens_per_s"] for r in rows], "o-", color="tab:blue")
-        axis.set(xscale="log", ylim=0, ylabel="real tokens/s")
+        axis.set(xscale="log", ylim=(0, 1.1 * max(r["real_tokens_per_s"] for r in rows)))
+        axis.set_ylabel("real tokens/s", color="tab:blue")
         axis.set_xlabel("tokens of a chat" if kind == "length" else "tokens of a micro-batch, chat-shaped lengths")
         axis.set_xticks([r[x] for r in rows], [f"{r[x] // 1024}k" for r in rows])
         axis.minorticks_off()
         memory = axis.twinx()
         memory.plot([r[x] for r in rows], [r["dynamic_gib"] for r in rows], "s--", color="tab:orange")
-        memory.set(ylim=0, ylabel="GiB above weights, optimizer and KV pool (dashed)")
+        memory.set_ylim(0, 1.1 * max(r["dynamic_gib"] for r in report["rows"]) + 0.1)
+        memory.set_ylabel("dynamic GiB (dashed)", color="tab:orange")
         axis.grid(alpha=0.3)
     figure.suptitle(f"{report['device']}, {report['target_dims']}, {report['date']}")
     figure.savefig(target, dpi=120)
@@ -708,10 +743,12 @@ def plot(source: Path, target: Path) -> int:
 
 
 def say(text: str) -> None:
+    """Print a line of progress."""
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
 def write(path: Path | None, data: dict[str, Any]) -> None:
+    """Write the report, if one is wanted; also between rounds, so that a killed run leaves its numbers."""
     if path is not None:
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
