@@ -82,6 +82,8 @@ DEFAULT_CONFIGS = CONFIGS[:4]
 SHAPES = {"automodel-default": (0, 1), "automodel-packed": (2048, 4)}
 OUR_SHAPE = (4096, 2)
 SEQ_LENGTH = 2048
+# Longest chat and row with --target-dims tiny.
+TINY_LENGTH = 256
 TTT_STEPS = 4
 GROWTH_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 GROWTH_TOKENS = (2048, 4096, 8192, 16384, 32768)
@@ -131,12 +133,12 @@ def parse() -> argparse.Namespace:
 # The work
 
 
-def chats(lengths: str, vocab: int, count: int) -> list[dict[str, list[int]]]:
+def chats(lengths: str, vocab: int, count: int, longest: int = SEQ_LENGTH) -> list[dict[str, list[int]]]:
     """Return token chats, the last three quarters supervised; the same at every call."""
     rng = random.Random(0)
     rows = []
     for _ in range(count):
-        total = SEQ_LENGTH if lengths == "full" else min(2000, max(60, int(rng.lognormvariate(6.2, 0.7))))
+        total = longest if lengths == "full" else min(2000, longest, max(60, int(rng.lognormvariate(6.2, 0.7))))
         rows.append(chat(rng, total, vocab))
     return rows
 
@@ -236,14 +238,15 @@ class Child:
         self.draft_vocab = min(arguments.draft_vocab, vocab // 2)
         ids, mask = torch.arange(self.draft_vocab), torch.ones(vocab, dtype=torch.bool)
         self.packed, self.micro_batch = SHAPES.get(self.name, OUR_SHAPE)
-        if arguments.target_dims == "tiny" and self.packed:
-            self.packed = SEQ_LENGTH
+        if arguments.target_dims == "tiny":
+            self.packed, self.micro_batch = self.packed and TINY_LENGTH, 2
         target_bytes = self.held()
         self.target = self.build_sglang(folder) if self.ours else self.build_hf()
         self.target.set_vocab_mapping(ids, mask)
         target_bytes = self.held() - target_bytes
         self.build_draft(ids, mask)
-        self.load(chats(arguments.lengths, vocab, 64 if arguments.target_dims == "tiny" else 512))
+        longest, count = (TINY_LENGTH, 32) if arguments.target_dims == "tiny" else (SEQ_LENGTH, 512)
+        self.load(chats(arguments.lengths, vocab, count, longest))
         self.run_steps(2)
         self.sync()
         self.settled = self.held()

@@ -185,18 +185,18 @@ def _defaults(request: BackendRequest) -> dict[str, Any]:
         "mem_fraction_static": MEM_FRACTION_STATIC,
         "log_level": "error",
     }
-    if request.kv_pool == "auto":
-        defaults.update(
-            mem_fraction_static=MEM_FRACTION_AUTO,
-            max_total_tokens=request.micro_batch_tokens + request.micro_batch_tokens // PAGE_ROOM,
-            max_running_requests=max(MAX_DOCUMENTS, request.micro_batch_size),
-        )
     if request.device.type == "cpu":
         # No kernels but torch's on a CPU, and a pool for one micro-batch rather than half of the host's memory.
         defaults.update(
             attention_backend="torch_native",
             sampling_backend="pytorch",
             max_total_tokens=max(4096, request.micro_batch_tokens),
+            max_running_requests=max(MAX_DOCUMENTS, request.micro_batch_size),
+        )
+    if request.kv_pool == "auto":
+        defaults.update(
+            mem_fraction_static=MEM_FRACTION_AUTO,
+            max_total_tokens=request.micro_batch_tokens + request.micro_batch_tokens // PAGE_ROOM,
             max_running_requests=max(MAX_DOCUMENTS, request.micro_batch_size),
         )
     return defaults

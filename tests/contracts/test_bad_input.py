@@ -250,6 +250,13 @@ def test_seq_length_beyond_what_sglang_is_given(case, name):
     assert f"raise recipe_args.sglang_args.{name}" in message
 
 
+def test_two_sizes_of_the_kv_pool(case):
+    message = case.refused(kv_pool="auto", sglang_args={"max_total_tokens": 4096})
+    assert message.startswith(
+        "recipe_args.kv_pool: auto sizes the pool, and sglang_args.max_total_tokens: 4096 does too"
+    )
+
+
 def test_draft_vocabulary_beyond_the_targets(case):
     message = case.refused(draft_vocab_size=VOCAB + 1)
     assert message.startswith("recipe_args.draft_vocab_size: 501 is larger than the target's vocabulary of 500")
