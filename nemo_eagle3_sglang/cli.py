@@ -37,6 +37,7 @@ def build_parser() -> ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     _add_train(commands)
     _add_validate(commands)
+    _add_plan(commands)
     _add_backends(commands)
     return parser
 
@@ -76,6 +77,31 @@ Exit status: 0 when CONFIG can be used, 2 when not, with the errors on stderr.""
     parser.set_defaults(handler=_validate, takes_overrides=True)
 
 
+def _add_plan(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "plan",
+        "say what CONFIG needs of each GPU's memory, from the target's config.json alone",
+        f"""\
+examples:
+  {PROGRAM} plan recipes/llama_eagle3_sglang.yaml
+  {PROGRAM} plan recipes/llama_eagle3_sglang.yaml --gpu-memory 141 --recipe_args.kv_pool=auto
+  {PROGRAM} plan recipes/kimi_k2.7_code_eagle3.yaml --gpus 16 --gpu-memory 184
+
+Of `target forward` and `draft activations` the larger counts, the rest is there all the time. An estimate: what is
+counted is in nemo_eagle3_sglang/training/memory.py. Exit status: 0 when it fits, 1 when not, 2 for an error.""",
+    )
+    _add_config(parser)
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs, one process each (default: 1)")
+    parser.add_argument(
+        "--gpu-memory", type=float, default=80, metavar="GB", help="of one GPU, in 10^9 bytes (default: 80)"
+    )
+    parser.add_argument(
+        "--supervised", type=float, default=1.0, metavar="SHARE", help="of the tokens that carry loss (default: 1)"
+    )
+    parser.set_defaults(handler=_plan, takes_overrides=True)
+
+
 def _add_backends(commands: Any) -> None:
     parser = _add_command(
         commands,
@@ -101,6 +127,19 @@ def _validate(args: Namespace, rest: list[str]) -> None:
 
     _, merged = load_config(args.config, rest)
     print(yaml.safe_dump(merged, sort_keys=False, allow_unicode=True), end="")
+
+
+def _plan(args: Namespace, rest: list[str]) -> None:
+    from nemo_eagle3_sglang.config.load import load_config
+    from nemo_eagle3_sglang.training.plan import make_plan
+
+    if args.gpus < 1 or args.gpu_memory <= 0 or not 0 < args.supervised <= 1:
+        raise ConfigError("--gpus is at least 1, --gpu-memory above 0, --supervised above 0 and at most 1")
+    config, _ = load_config(args.config, rest)
+    plan = make_plan(config, args.gpus, args.gpu_memory * 1e9, args.supervised)
+    print("\n".join(plan.lines()))
+    if not plan.fits:
+        sys.exit(1)
 
 
 def _backends(args: Namespace, rest: list[str]) -> None:

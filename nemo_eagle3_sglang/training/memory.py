@@ -1,6 +1,6 @@
 """Memory of a run per GPU, computed from the target's config.json and a few numbers of the recipe.
 
-``python -m nemo_eagle3_sglang.training.memory CONFIG.json --tp 16 …`` prints the table that recipes carry as comments.
+``nemo-eagle3-sglang plan RECIPE`` prints it (see ``plan.py``).
 Bytes follow from shapes: what is counted is in the docstring of each function. Not counted: the CUDA context and NCCL
 (1 to 3 GiB), the allocator's fragmentation, kernels' workspaces. Weights quantised in groups carry one 16-bit scale a
 group.
@@ -8,7 +8,6 @@ group.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Mapping
@@ -22,6 +21,8 @@ GIB = 2**30
 BF16, FP32 = 2, 4
 # Rows of SGLang's vocabulary are padded to this.
 VOCAB_PAD = 64
+# Logits of one chunk of rows: of the target (supervision/head.py) and of the draft (losses/soft_cross_entropy.py).
+HEAD_CHUNK, LOSS_CHUNK = 128 * 2**20, 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,20 @@ def expert_bits(config: Mapping[str, Any]) -> float:
     return bits + (16 / group if group > 0 else 0)
 
 
-def target_bytes(config: Mapping[str, Any], tp: int) -> int:
-    """Return a rank's bytes of target weights: everything in bf16 but the routed experts."""
+def target_bytes(config: Mapping[str, Any], tp: int, linear_bits: int = 16) -> int:
+    """Return a rank's bytes of target weights.
+
+    Args:
+        config: Text config.
+        tp: Tensor-parallel size.
+        linear_bits: Bits a weight of the linear layers but the head, 16 or what SGLang quantises them to at load;
+            routed experts have theirs from the config where it says so. Embeddings, head and norms are in bf16.
+    """
     counts = target_counts(config)
-    return math.ceil(
-        counts.sharded / tp * BF16 + counts.replicated * BF16 + counts.experts / tp * expert_bits(config) / 8
-    )
+    tables = config["vocab_size"] * config["hidden_size"] * (1 if config.get("tie_word_embeddings") else 2)
+    linear = (counts.sharded - tables) * linear_bits / 8
+    experts = counts.experts * min(linear_bits, expert_bits(config)) / 8
+    return math.ceil((tables * BF16 + linear + experts) / tp + counts.replicated * BF16)
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], tp: int) -> int:
@@ -143,15 +152,24 @@ def forward_bytes(config: Mapping[str, Any], tokens: int, tp: int) -> int:
     return tokens * BF16 * ((NUM_AUX_LAYERS + 1) * hidden + 3 * hidden + max(attention, mlp))
 
 
-def supervision_bytes(config: Mapping[str, Any], tokens: int, draft_vocab: int) -> int:
-    """Return the bytes of a micro-batch's supervision: aux states in bf16, target probabilities in float32."""
-    return tokens * (NUM_AUX_LAYERS * config["hidden_size"] * BF16 + draft_vocab * FP32)
+def supervision_bytes(config: Mapping[str, Any], tokens: int, supervised: int, draft_vocab: int, trainer: str) -> int:
+    """Return the bytes of a micro-batch's supervision.
+
+    Aux states in bf16, and of the target's distribution what each trainer keeps: bf16 logits at supervised positions
+    (``flat``), or float32 probabilities of every slot (``automodel``).
+    """
+    aux = tokens * NUM_AUX_LAYERS * config["hidden_size"] * BF16
+    return aux + (supervised * draft_vocab * BF16 if trainer == "flat" else tokens * draft_vocab * FP32)
 
 
-def head_bytes(config: Mapping[str, Any], tokens: int, tp: int, chunk: int = 1024) -> int:
-    """Return the peak of the projection to the target's vocabulary, a chunk of positions at a time, bf16 and fp32."""
+def head_bytes(config: Mapping[str, Any], tokens: int, tp: int, draft_vocab: int) -> int:
+    """Return the peak of the projection to the target's vocabulary, a chunk of positions at a time.
+
+    A chunk's logits in bf16; of its columns in the draft vocabulary two float32 copies, for their log-sum-exp.
+    """
     rows = math.ceil(config["vocab_size"] / VOCAB_PAD / tp) * VOCAB_PAD
-    return min(tokens, chunk) * rows * (BF16 + FP32)
+    chunk = min(tokens, max(1, HEAD_CHUNK // (rows * BF16)))
+    return chunk * (rows * BF16 + 2 * math.ceil(draft_vocab / tp) * FP32)
 
 
 def draft_counts(draft: Mapping[str, Any]) -> tuple[int, int]:
@@ -176,6 +194,30 @@ def draft_state_bytes(draft: Mapping[str, Any], world: int) -> int:
     trained, frozen = draft_counts(draft)
     copies = 4 + (1 if world > 1 else 0)
     return BF16 * (copies * trained + frozen)
+
+
+def flat_activation_bytes(draft: Mapping[str, Any], tokens: int, supervised: int, steps: int) -> int:
+    """Return what the flat trainer keeps for the backward, and the loss with its gradients.
+
+    A is the width of all query heads, G that of all key heads. Kept in bf16 a chain and step: embedding, the normed
+    pair, the states before and after the MLP with its normed input (6H); query and attended values (2A), key and value
+    (2G); gate, up and their product (3I). Once a token: the projected states, the normed pair, step 0's keys and values
+    (4H + 2G). At the loss: the states of all steps, gathered, normed, and their gradient (4H a step), one chunk of
+    logits, the gradient of the output layer.
+
+    Args:
+        draft: Draft config.
+        tokens: Tokens of a micro-batch.
+        supervised: Those that carry loss, about the chains there are.
+        steps: Training-time-test steps.
+    """
+    hidden, heads, vocab = draft["hidden_size"], draft["num_attention_heads"], draft["draft_vocab_size"]
+    head_dim = draft.get("head_dim") or hidden // heads
+    wide, grouped = heads * head_dim, (draft.get("num_key_value_heads") or heads) * head_dim
+    chain = 6 * hidden + 2 * wide + 2 * grouped + 3 * draft["intermediate_size"]
+    loss = supervised * steps * 4 * hidden + vocab * hidden
+    kept = supervised * steps * chain + tokens * (4 * hidden + 2 * grouped)
+    return BF16 * (kept + loss) + min(LOSS_CHUNK, supervised * steps * vocab * BF16)
 
 
 def draft_activation_bytes(draft: Mapping[str, Any], rows: int, length: int, steps: int) -> int:
@@ -209,6 +251,9 @@ class Run:
         length: Tokens of a row.
         ttt_steps: Training-time-test steps.
         kv_tokens: Slots of the KV pool; by default what one forward needs.
+        trainer: ``flat`` or ``automodel``; see ``recipe_args.trainer``.
+        supervised: Share of the tokens that carry loss.
+        linear_bits: Bits a weight of the target's linear layers.
     """
 
     target: Mapping[str, Any]
@@ -219,6 +264,9 @@ class Run:
     length: int
     ttt_steps: int
     kv_tokens: int | None = None
+    trainer: str = "flat"
+    supervised: float = 1.0
+    linear_bits: int = 16
 
     @property
     def forward_tokens(self) -> int:
@@ -228,16 +276,21 @@ class Run:
     def parts(self) -> dict[str, int]:
         """Return the bytes of a rank by name; the first four are always there, of the last two the larger counts."""
         tokens = self.rows * self.length
+        learnt = math.ceil(tokens * self.supervised)
         kv = self.kv_tokens or self.forward_tokens
         vocab = self.draft["draft_vocab_size"]
+        if self.trainer == "flat":
+            activations = flat_activation_bytes(self.draft, tokens, learnt, self.ttt_steps)
+        else:
+            activations = draft_activation_bytes(self.draft, self.rows, self.length, self.ttt_steps)
         return {
-            "target weights": target_bytes(self.target, self.tp),
+            "target weights": target_bytes(self.target, self.tp, self.linear_bits),
             "KV pool": kv * kv_bytes_per_token(self.target, self.tp),
             "draft, gradients, AdamW": draft_state_bytes(self.draft, self.world),
-            "supervision": supervision_bytes(self.target, tokens, vocab),
+            "supervision": supervision_bytes(self.target, tokens, learnt, vocab, self.trainer),
             "target forward": forward_bytes(self.target, self.forward_tokens, self.tp)
-            + head_bytes(self.target, self.forward_tokens, self.tp),
-            "draft activations": draft_activation_bytes(self.draft, self.rows, self.length, self.ttt_steps),
+            + head_bytes(self.target, self.forward_tokens, self.tp, vocab),
+            "draft activations": activations,
         }
 
     def peak(self) -> int:
@@ -259,23 +312,3 @@ def read_text_config(path: str | Path) -> dict[str, Any]:
     if "quantization_config" in config:
         text.setdefault("quantization_config", config["quantization_config"])
     return text
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Print the table of a run."""
-    parser = argparse.ArgumentParser(prog="python -m nemo_eagle3_sglang.training.memory", description=__doc__)
-    parser.add_argument("target", help="config.json of the target")
-    parser.add_argument("draft", help="config of the draft, e.g. examples/kimi-k2.7-code-eagle3.json")
-    for name, default in {"world": 1, "tp": 1, "rows": 1, "length": 2048, "ttt-steps": 4}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--kv-tokens", type=int, help="slots of the KV pool; default: one forward's")
-    parser.add_argument("--gpu-gb", type=float, default=80.0, help="memory of a GPU in 10^9 bytes")
-    args = parser.parse_args(argv)
-    draft = json.loads(Path(args.draft).read_text(encoding="utf-8"))
-    target = read_text_config(args.target)
-    run = Run(target, draft, args.world, args.tp, args.rows, args.length, args.ttt_steps, args.kv_tokens)
-    print("\n".join(run.lines(args.gpu_gb * 1e9)))
-
-
-if __name__ == "__main__":
-    main()

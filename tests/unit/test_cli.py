@@ -98,8 +98,8 @@ def test_help_lists_the_commands(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trian", "x.yaml"], "unknown command 'trian' (did you mean 'train'?); known: train, validate, backends"),
-        (["xyzzy"], "unknown command 'xyzzy'; known: train, validate, backends"),
+        (["trian", "x.yaml"], "unknown command 'trian' (did you mean 'train'?); known: train, validate, plan, backends"),
+        (["xyzzy"], "unknown command 'xyzzy'; known: train, validate, plan, backends"),
         ([], "the following arguments are required: COMMAND"),
         (["train"], "the following arguments are required: CONFIG"),
         (["train", "x.yaml", "--nproc-per-node=two"], "invalid int value: 'two'"),

@@ -167,11 +167,21 @@ def test_more_work_takes_more():
     base = run().peak()
     assert run(length=4096).peak() > base
     assert run(rows=2).peak() > base
-    assert run(ttt_steps=8).peak() > base
+    assert run(ttt_steps=8).parts()["draft activations"] > run().parts()["draft activations"]
     assert run(tp=8).peak() > base
     assert run(kv_tokens=200_000).peak() - base == (200_000 - 32768) * 61 * 576 * 2
 
 
-def test_command(capsys):
-    memory.main([str(KIMI), str(KIMI_DRAFT), "--world", "16", "--tp", "16", "--gpu-gb", "184"])
-    assert capsys.readouterr().out.splitlines() == run().lines(184e9)
+def test_the_flat_trainer_keeps_less_and_no_scores():
+    flat, eager = (run(trainer=trainer, length=8192).parts()["draft activations"] for trainer in ("flat", "automodel"))
+    assert flat < eager / 3
+    assert run(length=4096).parts()["draft activations"] < 2 * run().parts()["draft activations"]
+    assert run(supervised=0.5).parts()["supervision"] < run().parts()["supervision"]
+
+
+def test_linear_layers_quantised_at_load():
+    text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    text |= {"vocab_size": 1000, "tie_word_embeddings": False}
+    whole, halved = memory.target_bytes(text, 1), memory.target_bytes(text, 1, 8)
+    linear = 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert whole - halved == linear
