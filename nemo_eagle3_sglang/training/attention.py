@@ -21,6 +21,8 @@ import torch
 # What FlashAttention-2's kernels take.
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_HEAD_DIM = 256
+# Later steps merged by one kernel.
+MERGED_COLUMNS = 4
 
 
 class Bounds(NamedTuple):
@@ -88,7 +90,10 @@ class _UnrolledAttention(torch.autograd.Function):
             out = out.index_select(0, queries)
         if count:
             chain_lse = lse if queries is None else lse.index_select(1, queries)
-            out, merged = _run(merge_forward)(query, later[:count], later[count:], out, chain_lse, scale)
+            merged = chain_lse
+            for part in _groups(count):
+                keys, values = later[:count][part], later[count:][part]
+                out, merged = _run(merge_forward)(query, keys, values, out, merged, scale)
             # A query slot that is no chain keeps its own log-sum-exp: its weights stay finite, its gradient is 0.
             lse = merged if queries is None else lse.index_copy(1, queries, merged)
         ctx.bounds, ctx.scale, ctx.count, ctx.spread = bounds, scale, count, queries is not None
@@ -113,12 +118,15 @@ class _UnrolledAttention(torch.autograd.Function):
         )
         if queries is not None:
             grad_query, lse = grad_query.index_select(0, queries), lse.index_select(1, queries)
-        grad_later: list[torch.Tensor] = []
-        if ctx.count:
-            grad_query, grad_later = _run(merge_backward)(
-                grad_out, query, keys, values, out, lse, grad_query, ctx.scale
+        grad_keys: list[torch.Tensor] = []
+        grad_values: list[torch.Tensor] = []
+        for part in _groups(ctx.count):
+            grad_query, more_keys, more_values = _run(merge_backward)(
+                grad_out, query, keys[part], values[part], out, lse, grad_query, ctx.scale
             )
-        return (None, None, None, None, grad_query, grad_key, grad_value, *grad_later)
+            grad_keys += more_keys
+            grad_values += more_values
+        return (None, None, None, None, grad_query, grad_key, grad_value, *grad_keys, *grad_values)
 
 
 def merge_forward(
@@ -157,8 +165,8 @@ def merge_backward(
     lse: torch.Tensor,
     grad_query: torch.Tensor,
     scale: float,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the gradient of the query, that of the first columns included, and of the keys and values."""
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Return the gradient of the query, that of the earlier columns included, and of the keys and of the values."""
     rows, heads, dim = query.shape
     groups = keys[0].shape[1]
     shape = (rows, groups, heads // groups, dim)
@@ -174,7 +182,7 @@ def merge_backward(
         total = total + score * k
         grad_keys.append((score * wide).sum(2).to(key.dtype))
         grad_values.append((weight.unsqueeze(-1) * grad).sum(2).to(value.dtype))
-    return total.view_as(query).to(query.dtype), [*grad_keys, *grad_values]
+    return total.view_as(query).to(query.dtype), grad_keys, grad_values
 
 
 def causal_forward(
@@ -297,6 +305,11 @@ def _spread(chains: torch.Tensor, queries: torch.Tensor | None, bounds: Bounds) 
         return chains
     spread = chains.new_zeros((sum(bounds.query_lengths), *chains.shape[1:]))
     return spread.index_copy_(0, queries, chains)
+
+
+def _groups(count: int) -> list[slice]:
+    """Return the later columns in groups: each number of columns is compiled once, and torch allows few of those."""
+    return [slice(start, min(start + MERGED_COLUMNS, count)) for start in range(0, count, MERGED_COLUMNS)]
 
 
 def _run(function: Any) -> Any:

@@ -98,7 +98,7 @@ def test_help_lists_the_commands(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trian", "x.yaml"], "unknown command 'trian' (did you mean 'train'?); known: train, validate, plan, backends"),
+        (["trian", "x.yaml"], "unknown command 'trian' (did you mean 'train'?); known: train, validate, plan"),
         (["xyzzy"], "unknown command 'xyzzy'; known: train, validate, plan, backends"),
         ([], "the following arguments are required: COMMAND"),
         (["train"], "the following arguments are required: CONFIG"),

@@ -58,7 +58,7 @@ def setup(case: str, later: int, seed: int = 0):
     return tensors, bounds(query_lengths, slot_lengths), None if dense else torch.tensor(queries), slots, document
 
 
-@pytest.mark.parametrize("later", [0, 1, 3])
+@pytest.mark.parametrize("later", [0, 1, 3, 6])
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_one_softmax(case, later):
     tensors, limits, queries, slots, document = setup(case, later)
