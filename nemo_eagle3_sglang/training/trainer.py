@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nemo_eagle3_sglang.contracts import FlatBatch
@@ -50,6 +51,7 @@ class FlatTrainer:
 
     draft_model: Any
     ttt_steps: int
+    training: bool
     _angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, batch: FlatBatch) -> StepMetrics:
@@ -133,14 +135,26 @@ class FlatTrainer:
     def _row_weights(self, valid: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """Return ``[E]`` float32: the step's weight over its supervised positions.
 
-        0 where the target's choice lies outside the draft vocabulary.
+        0 where the target's choice lies outside the draft vocabulary. The positions are those of all data-parallel
+        ranks, so that a rank with few of them does not weigh as much as one with many.
         """
         decay = [DECAY**k for k in range(len(sizes))]
-        parts = [
-            mask * (weight / sum(decay) / mask.sum().clamp_min(1.0))
-            for mask, weight in zip(valid.float().split(sizes), decay, strict=True)
-        ]
-        return torch.cat(parts)
+        masks = valid.float().split(sizes)
+        counts = torch.stack([mask.sum() for mask in masks])
+        # DDP takes the mean of the ranks' gradients: the share of the sum that a mean leaves is given back.
+        scale = self._sum_over_ranks(counts) / sum(decay)
+        counts = counts.clamp_min(1.0)
+        return torch.cat([mask * (decay[k] * scale / counts[k]) for k, mask in enumerate(masks)])
+
+    def _sum_over_ranks(self, counts: torch.Tensor) -> int:
+        """Add up ``counts`` over the trainer's ranks in place and return how many there are.
+
+        In training only: an evaluation may have unequal numbers of batches, and its loss is logged as a mean of ranks.
+        """
+        world = dist.get_world_size() if self.training and dist.is_initialized() else 1
+        if world > 1:
+            dist.all_reduce(counts)
+        return world
 
     def _metrics(self, loss: torch.Tensor, correct: torch.Tensor, valid: torch.Tensor, plan: Any) -> StepMetrics:
         hits = correct.new_zeros(plan.steps * plan.chains.shape[0])
@@ -157,6 +171,8 @@ class FlatTrainer:
 
     def _nothing(self, batch: FlatBatch) -> StepMetrics:
         """A micro-batch without supervision: loss 0 and zero gradients, so that no rank waits for another's."""
+        # The other ranks count theirs together.
+        self._sum_over_ranks(torch.zeros(self.ttt_steps, device=batch.aux.device))
         trained = [p for p in self.draft_model.parameters() if p.requires_grad]
         zero = sum(((p * 0).sum() for p in trained), batch.aux.new_zeros(()))
         empty = torch.zeros(self.ttt_steps, dtype=torch.int64, device=batch.aux.device)

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 pytest.importorskip("nemo_automodel", reason="the reference is AutoModel itself")
-from trainer_cases import backend, chats, draft, modules, packed, padded, run
+from trainer_cases import DRAFT, VOCAB, backend, chats, draft, modules, packed, padded, run
+
+from nemo_eagle3_sglang.supervision.documents import documents
+from nemo_eagle3_sglang.training import trainer as trainer_module
 
 MODES = {"plain": {}, "fc_norm": {"fc_norm": True}, "norm_output": {"norm_output": True}}
 BIASES = {"attention_bias": True, "mlp_bias": True, "head_dim": 8}
@@ -66,10 +69,32 @@ def test_a_batch_without_supervision_has_zero_loss_and_gradients():
     target = backend(torch.float32)
     _, ours = modules(draft(torch.float32), target, 3)
     metrics, grads = run(ours, {"batch": target.flat_batch(unsupervised(), 3)})
-    assert metrics.loss.item() == 0
-    assert metrics.step_valid.tolist() == [0, 0, 0]
-    assert grads
+    assert metrics.loss.item() == metrics.accuracy.item() == metrics.valid_tokens.item() == 0
+    assert metrics.step_valid.tolist() == metrics.step_prefix_hits.tolist() == [0, 0, 0]
+    assert grads.keys() == run(ours, {"batch": target.flat_batch(BATCHES["packed"], 3)})[1].keys()
     assert not any(grad.any() for grad in grads.values())
+
+
+def test_no_choice_of_the_targets_in_the_draft_vocabulary():
+    """Supervised positions, and loss at none of them: AutoModel's zero, and zero gradients."""
+    target, model = backend(torch.float64), draft(torch.float64)
+    # A token that the target chooses nowhere, and others that it does not choose in this batch.
+    chosen = target.runner.head()(target.runner.forward(*_tokens(BATCHES["packed"])).last).argmax(-1).unique()
+    free = torch.tensor([i for i in range(VOCAB) if i not in chosen.tolist()])[:DRAFT]
+    assert len(free) == DRAFT
+    target.set_vocab_mapping(free, torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, free, True))
+    reference, ours = modules(model, target, 4)
+    batch = target.flat_batch(BATCHES["packed"], 4)
+    assert batch.unroll.pairs.numel() > 0
+    wanted = run(reference, target.generate_batch(**BATCHES["packed"]).to_trainer_inputs())
+    metrics, grads = run(ours, {"batch": batch})
+    assert metrics.loss.item() == 0
+    check(metrics, grads, *wanted, 1e-12)
+
+
+def _tokens(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+    docs = documents(*(batch[name] for name in ("input_ids", "attention_mask", "loss_mask", "seq_lens")), trim=False)
+    return torch.from_numpy(docs.tokens), docs.lengths.tolist()
 
 
 def test_another_number_of_steps_is_refused():
@@ -87,20 +112,58 @@ def test_any_number_of_steps(steps):
     check(*run(ours, {"batch": target.flat_batch(BATCHES["packed"], steps)}), *wanted, 1e-6)
 
 
-def test_a_draft_with_biases_and_heads_of_their_own_size():
-    target, model = backend(torch.float64), draft(torch.float64, **BIASES)
+DRAFTS = {
+    "biases and heads of their own size": BIASES,
+    "one key head": {"num_key_value_heads": 1},
+    "a key head each": {"num_key_value_heads": 4},
+    "gelu": {"hidden_act": "gelu"},
+    "scaled positions": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("shape", DRAFTS.values(), ids=DRAFTS.keys())
+def test_drafts_of_other_shapes(shape):
+    target, model = backend(torch.float64), draft(torch.float64, **shape)
     reference, ours = modules(model, target, 4)
     wanted = run(reference, target.generate_batch(**BATCHES["packed"]).to_trainer_inputs())
     check(*run(ours, {"batch": target.flat_batch(BATCHES["packed"], 4)}), *wanted, 1e-6)
 
 
-def test_evaluation_gives_the_same_loss():
+@pytest.mark.parametrize("batch", [BATCHES["packed"], unsupervised()], ids=["packed", "no supervision"])
+def test_evaluation_gives_the_same_loss(batch):
     target = backend(torch.float32)
     _, ours = modules(draft(torch.float32), target, 4)
-    batch = target.flat_batch(BATCHES["packed"], 4)
+    batch = target.flat_batch(batch, 4)
+    ours.eval()
     with torch.no_grad():
-        evaluated = ours(batch=batch).loss.item()
-    assert evaluated == run(ours, {"batch": batch})[0].loss.item()
+        evaluated = ours(batch=batch)
+    assert not evaluated.loss.requires_grad
+    ours.train()
+    trained = run(ours, {"batch": batch})[0]
+    for name in ("loss", "accuracy", "valid_tokens", "step_prefix_hits", "step_valid"):
+        assert torch.equal(getattr(evaluated, name), getattr(trained, name).detach()), name
+
+
+def test_the_table_of_angles_grows_with_the_documents(monkeypatch):
+    """Kept between batches, so that a longer document must find it too short."""
+    monkeypatch.setattr(trainer_module, "TABLE_STEP", 1)
+    target, model = backend(torch.float64), draft(torch.float64)
+    reference, ours = modules(model, target, 4)
+    for length in (5, 18, 3):
+        batch = padded([{"input_ids": list(range(length)), "loss_mask": [1] * length}])
+        wanted = run(reference, target.generate_batch(**batch).to_trainer_inputs())
+        check(*run(ours, {"batch": target.flat_batch(batch, 4)}), *wanted, 1e-6)
+    # A slot of the longest document is read at most 17 + 4 places from its start, and the table is not made anew for 3.
+    assert 21 <= len(ours._angles[0]) <= 22
 
 
 def test_packed_loss_is_the_token_weighted_unpacked_loss():

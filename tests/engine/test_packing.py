@@ -86,15 +86,29 @@ def test_padded_and_packed_batches_for_automodels_trainer_agree(backend):
 
 def test_what_nobody_needs_is_not_run(backend, monkeypatch):
     """Padding, a chat without supervision, and the tail after a chat's last supervised token."""
-    seen: list[tuple[int, list[int]]] = []
+    seen: list[tuple[list[int], list[int]]] = []
     forward = backend.runner.forward
     monkeypatch.setattr(
         backend.runner,
         "forward",
-        lambda tokens, lengths: (seen.append((len(tokens), lengths)), forward(tokens, lengths))[1],
+        lambda tokens, lengths: (seen.append((tokens.tolist(), lengths)), forward(tokens, lengths))[1],
     )
     backend.flat_batch(packed(chats()), STEPS)
-    assert seen == [(21 + 5 + 13 + 17 + 33, [21, 5, 13, 17, 33])]
     rows = chats()
+    kept = [(rows[0], 21), (rows[1], 5), (rows[3], 13), (rows[4], 17), (rows[5], 33)]
+    assert seen == [([x for row, n in kept for x in row["input_ids"][:n]], [n for _, n in kept])]
     backend.flat_batch(packed([rows[2]]), STEPS)
     assert len(seen) == 1, "nothing to learn, nothing to run"
+
+
+def test_rows_for_automodels_trainer_are_the_same_packed_or_not(backend):
+    """Bit for bit at every real token: both run the same sequences in the same order."""
+    rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in chats()]
+    unpacked = {key: torch.tensor([row[key] + [0] * (40 - len(row[key])) for row in rows]) for key in rows[0]}
+    batch = packed(chats())
+    whole, apart = backend.generate_batch(**batch), backend.generate_batch(**unpacked)
+    real = [x["attention_mask"].bool() for x in (batch, unpacked)]
+    assert torch.equal(batch["input_ids"][real[0]], unpacked["input_ids"][real[1]]), "packed in order"
+    for name in ("aux_hidden_states", "target_probs", "position_mask"):
+        together, alone = (getattr(x, name)[at] for x, at in zip((whole, apart), real, strict=True))
+        assert torch.equal(together, alone), name

@@ -11,9 +11,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_eagle3_sglang.losses import soft_cross_entropy as module
 from nemo_eagle3_sglang.losses.soft_cross_entropy import linear_soft_cross_entropy, soft_cross_entropy_
@@ -52,7 +54,9 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-5) -> Non
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_any_vocabulary(columns):
+def test_any_vocabulary(monkeypatch, columns):
+    """In chunks of two rows, the last a rest."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 2 * columns * 4)
     case = problem(columns)
     loss, grad_hidden, grad_weight, choices = reference(case)
     case["hidden"].requires_grad_()
@@ -157,10 +161,47 @@ def interpreted(columns: list[int], block: int) -> list[dict[str, float]]:
     return found
 
 
-def run_interpreted(columns: list[int], block: int) -> list[dict[str, float]]:
+def interpreted_corners() -> dict[str, object]:
+    """Rows that need more than the right sums, in blocks of 16 columns; called in the interpreter's process."""
+    from nemo_eagle3_sglang.losses.soft_cross_entropy_triton import launch
+
+    ties = torch.zeros(3, 40)
+    for row, places in enumerate(((5, 6), (7, 17, 33), (20, 39))):
+        ties[row, list(places)] = 2.0
+    # The maximum grows in every block, and falls; exponentials of 900 and -900 overflow and vanish.
+    steep = torch.stack([torch.linspace(-900, 900, 40), torch.linspace(900, -900, 40), torch.full((40,), -7.0)])
+    found: dict[str, object] = {}
+    for name, logits, dtype in (("ties", ties, "float32"), ("steep", steep, "float32"), ("bf16", ties, "bfloat16")):
+        z = (logits * (1.0 if name != "bf16" else 1.37)).to(getattr(torch, dtype))
+        target = torch.randn(2, 40, generator=torch.Generator().manual_seed(0)).to(z.dtype)
+        lse = torch.logsumexp(target.double(), -1).float()
+        rows, weights = torch.tensor([1, 0, 1]), torch.tensor([1.0, 0.0, 0.5])
+        losses, choices = torch.empty(3), torch.empty(3, dtype=torch.int64)
+        p = torch.softmax(target.double(), -1)[rows]
+        want = weights.double() * -(p * torch.log_softmax(z.double(), -1)).sum(-1)
+        want_grad = weights.double()[:, None] * (torch.softmax(z.double(), -1) - p)
+        # Rows of a wider matrix: the kernel must step by the stride.
+        wide = torch.full((3, 48), 99.0, dtype=z.dtype)
+        wide[:, :40] = z
+        launch(wide[:, :40], target, lse, rows, weights, losses, choices, write_grad=True, block=16)
+        found[name] = {
+            "choices": choices.tolist(),
+            "loss": ((losses - want).abs() / want.abs().clamp_min(1e-3)).max().item(),
+            "grad": (wide[:, :40] - want_grad).abs().max().item(),
+            "outside": bool((wide[:, 40:] == 99).all()),
+            "no weight, no gradient": not wide[1, :40].any().item(),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernel() -> dict[str, object]:
+    """What the kernel gives in the interpreter, in one other process for all sizes."""
+    pytest.importorskip("triton", reason="the kernel is Triton's")
     code = (
         f"import sys, json; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_soft_cross_entropy as t; "
-        f"print(json.dumps(t.interpreted({columns}, {block})))"
+        f"sizes = t.interpreted({list(COLUMNS)}, 4096) + t.interpreted([1, 3, 15, 16, 17, 33], 16); "
+        "print(json.dumps({'sizes': sizes, 'corners': t.interpreted_corners()}))"
     )
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
@@ -170,10 +211,9 @@ def run_interpreted(columns: list[int], block: int) -> list[dict[str, float]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("columns", "block"), [(list(COLUMNS), 4096), ([1, 3, 15, 16, 17, 33], 16)])
-def test_the_kernel_in_the_interpreter(columns, block):
-    pytest.importorskip("triton", reason="the kernel is Triton's")
-    for errors in run_interpreted(columns, block):
+def test_the_kernel_in_the_interpreter_at_any_vocabulary(kernel):
+    assert [errors["columns"] for errors in kernel["sizes"]] == [*COLUMNS, 1, 3, 15, 16, 17, 33]
+    for errors in kernel["sizes"]:
         # One column leaves nothing to learn: the loss is 0, and so is its gradient.
         if errors["columns"] > 1:
             assert errors["loss"] <= 1e-6, errors
@@ -181,3 +221,90 @@ def test_the_kernel_in_the_interpreter(columns, block):
             assert errors["grad_weight"] <= 1e-5, errors
         assert errors["choices"], errors
         assert errors["untouched"], errors
+
+
+def test_the_kernel_in_the_interpreter_in_the_corners(kernel):
+    """Ties go to the first column, within a block and over blocks; steep rows; bf16; rows of a wider matrix."""
+    corners = kernel["corners"]
+    assert corners["ties"]["choices"] == corners["bf16"]["choices"] == [5, 7, 20]
+    assert corners["steep"]["choices"] == [39, 0, 0]
+    for name, found in corners.items():
+        assert found["loss"] <= 1e-5, (name, found)
+        assert found["grad"] <= (2**-8 if name == "bf16" else 1e-6), (name, found)
+        assert found["outside"], name
+        assert found["no weight, no gradient"], name
+
+
+class Made(TorchDispatchMode):
+    """Notes the shape of every new tensor; views make none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.shapes.add(tuple(out.shape))
+        return out
+
+
+@pytest.mark.parametrize("wanted", [(), ("hidden",), ("weight",), ("hidden", "weight")])
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_a_gradient_is_made_only_where_one_is_wanted(wanted, grad_mode):
+    case = problem(100)
+    _, *gradients, _ = reference(case)
+    for name in wanted:
+        case[name].requires_grad_()
+    made = Made()
+    with made, torch.set_grad_enabled(grad_mode):
+        loss, _ = linear_soft_cross_entropy(**case)
+    for name in ("hidden", "weight"):
+        assert (tuple(case[name].shape) in made.shapes) == (grad_mode and name in wanted), (name, made.shapes)
+    assert loss.requires_grad == (grad_mode and bool(wanted))
+    if loss.requires_grad:
+        loss.backward()
+        for name, gradient in zip(("hidden", "weight"), gradients, strict=True):
+            if name in wanted:
+                close(case[name].grad, gradient)
+
+
+def test_bf16_gradients_are_rounded_once():
+    case = {k: v.bfloat16() if k in ("hidden", "weight", "target_logits") else v for k, v in problem(500).items()}
+    case["target_lse"] = torch.logsumexp(case["target_logits"].double(), -1).float()
+    loss, grad_hidden, grad_weight, _ = reference(case)
+    case["hidden"].requires_grad_()
+    case["weight"].requires_grad_()
+    got, _ = linear_soft_cross_entropy(**case)
+    got.backward()
+    # bf16 keeps 8 bits: the logits of the product are rounded, and so are their gradients.
+    close(got.detach(), loss, 2**-8)
+    close(case["hidden"].grad, grad_hidden, 2**-6)
+    close(case["weight"].grad, grad_weight, 2**-6)
+
+
+def test_the_kernel_is_chosen_by_device_and_its_failure_is_seen(monkeypatch):
+    """A path that is taken when another raises would hide that the kernel never runs."""
+    triton_path = pytest.importorskip("nemo_eagle3_sglang.losses.soft_cross_entropy_triton", reason="needs Triton")
+    asked = []
+
+    def launch(*arguments, **options):
+        asked.append(options)
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(triton_path, "launch", launch)
+    monkeypatch.setattr(module, "reference", lambda *a, **k: pytest.fail("the reference ran for a GPU's logits"))
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        soft_cross_entropy_(SimpleNamespace(is_cuda=True), *[None] * 6, write_grad=True)
+    assert asked == [{"write_grad": True, "block": module.BLOCK}]
+    monkeypatch.undo()
+    monkeypatch.setattr(triton_path, "launch", launch)
+    linear_soft_cross_entropy(**problem(10))
+    assert len(asked) == 1, "the kernel was launched for a CPU's logits"
+
+
+def test_the_kernel_refuses_columns_that_are_strided():
+    launch = pytest.importorskip("nemo_eagle3_sglang.losses.soft_cross_entropy_triton", reason="needs Triton").launch
+    for logits, target in ((torch.ones(4, 2).T, torch.ones(2, 4)), (torch.ones(2, 4), torch.ones(4, 2).T)):
+        with pytest.raises(ValueError, match="must be contiguous"):
+            launch(logits, target, *[torch.ones(2)] * 5, write_grad=False, block=16)

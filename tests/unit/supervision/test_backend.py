@@ -203,3 +203,66 @@ def test_a_loss_mask_of_another_shape_is_refused(shape):
     rows = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="loss_mask"):
         backend.generate_batch(rows, rows, torch.ones(shape))
+
+
+def packed() -> dict[str, torch.Tensor]:
+    """Documents 1 2 3, 7 8 and 4 5 6 9 in rows of six, the last slot of each row a pad or a document's end."""
+    return {
+        "input_ids": torch.tensor([[1, 2, 3, 7, 8, 0], [4, 5, 6, 9, 0, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]),
+        "loss_mask": torch.tensor([[0, 1, 1, 1, 0, 0], [0, 0, 1, 0, 0, 0]]),
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]),
+        "seq_lens": torch.tensor([[3, 3], [6, 0]]),
+        "doc_remaining": torch.tensor([[2, 1, 0, 1, 0, 0], [3, 2, 1, 0, 0, 0]]),
+    }
+
+
+def test_packed_rows_token_by_token():
+    backend, runner = make()
+    given = packed()
+    batch = backend.generate_batch(**given)
+    assert runner.calls == [([1, 2, 3, 7, 8, 4, 5, 6, 9], [3, 2, 4])], "each document is a sequence"
+    # Layer 1's second column is the place in the sequence: it starts anew at each document.
+    assert batch.aux_hidden_states[..., 1].tolist() == [[100, 101, 102, 100, 101, 0], [100, 101, 102, 103, 0, 0]]
+    # Token 7 stands first in its document; AutoModel masks what slot 2 is taught by doc_remaining, which is 0 there.
+    assert batch.position_mask.squeeze(-1).long().tolist() == [[1, 1, 1, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
+    assert batch.target_probs.argmax(-1)[0, :3].tolist() == [3, 4, 8]
+    assert batch.target_probs.argmax(-1)[1, 1].item() == 7
+    for name in ("position_ids", "seq_lens", "doc_remaining"):
+        assert torch.equal(getattr(batch, name), given[name]), name
+        assert torch.equal(batch.to_trainer_inputs()[name], given[name]), name
+
+
+def test_flat_batch_token_by_token():
+    backend, runner = make(selected=[3, 4, 8])
+    batch = backend.flat_batch(packed(), 2)
+    # 7 8 has no supervised token but its first; 9 follows the last supervised one.
+    assert runner.calls == [([1, 2, 3, 4, 5, 6], [3, 3])]
+    assert batch.unroll.total == 9
+    assert batch.aux[:, 0].tolist() == [101, 102, 103, 104, 105, 106]
+    assert batch.aux[:, 1].tolist() == [100, 101, 102, 100, 101, 102]
+    # Supervised are 2, 3 and 6, which 3, 4 and 7 follow; draft ids are places in [3, 4, 8], the nearest to 7 is 8.
+    assert batch.unroll.tokens[batch.unroll.supervised].tolist() == [2, 3, 6]
+    assert batch.draft_choices.tolist() == [0, 1, 2]
+    assert batch.in_draft_vocab.tolist() == [True, True, False]
+    assert batch.draft_logits.tolist() == [[0, -1, -5], [-1, 0, -4], [-4, -3, -1]]
+    assert torch.allclose(batch.draft_lse, torch.logsumexp(batch.draft_logits.float(), -1))
+    assert runner.projected == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flat_batch_of_nothing_runs_nothing(dtype):
+    backend, runner = make(dtype=dtype)
+    given = packed()
+    given["loss_mask"].zero_()
+    batch = backend.flat_batch(given, 3)
+    assert runner.calls == []
+    assert batch.aux.shape == (0, 3 * HIDDEN)
+    assert batch.aux.dtype == dtype
+    assert batch.draft_logits.shape == (0, VOCAB)
+    assert batch.unroll.total == 9
+
+
+def test_a_flat_batch_before_the_mapping_is_refused():
+    with pytest.raises(RuntimeError, match="set_vocab_mapping must be called"):
+        RunnerBackend(TellingRunner()).flat_batch(packed(), 2)

@@ -105,3 +105,36 @@ def test_targets_hold_the_same_distribution(monkeypatch, positions, size, dtype,
     assert targets.lse.dtype == torch.float32
     if positions:
         assert targets.logits.dtype == head(hidden[:1]).dtype, "bf16 logits are kept as they are"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_targets_lose_nothing_of_the_heads_logits(monkeypatch, dtype):
+    """No whole numbers: bf16 logits bit for bit, and a log-sum-exp good to float32."""
+    generator = torch.Generator().manual_seed(4)
+    hidden, (ids, mask) = torch.randn(23, HIDDEN, generator=generator).to(dtype), mapping(17)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype)
+    monkeypatch.setattr(head_module, "CHUNK_BYTES", 1)
+    seen: list[torch.Tensor] = []
+
+    def head(part: torch.Tensor) -> torch.Tensor:
+        seen.append(part @ weight.T)
+        return seen[-1].clone()
+
+    targets = draft_targets(head, hidden, ids, mask)
+    logits = torch.cat(seen)
+    assert len(seen) == 23
+    assert targets.logits.dtype == dtype
+    assert torch.equal(targets.logits, logits[:, ids])
+    torch.testing.assert_close(targets.lse, torch.logsumexp(logits[:, ids].double(), -1).float(), atol=1e-6, rtol=1e-6)
+
+
+def test_targets_without_positions_run_no_head():
+    head = IntegerHead(torch.bfloat16)
+    targets = draft_targets(head, states(0, torch.bfloat16), *mapping(5))
+    assert head.rows == []
+    assert [tuple(x.shape) for x in vars(targets).values()] == [(0, 5), (0,), (0,), (0,)]
+
+
+def test_targets_of_a_head_of_another_vocabulary_are_refused():
+    with pytest.raises(ValueError, match="head gives 64 logits, the vocabulary mapping was made for 41"):
+        draft_targets(IntegerHead(vocab=64), states(2), *mapping(5))

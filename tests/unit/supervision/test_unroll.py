@@ -8,25 +8,33 @@ import pytest
 import torch
 
 from nemo_eagle3_sglang.supervision.documents import documents
-from nemo_eagle3_sglang.supervision.unroll import unroll
+from nemo_eagle3_sglang.supervision.unroll import TENSORS, unroll
 
 CPU = torch.device("cpu")
 
 
 def batch(seed: int, count: int, loss_share: float):
-    """Documents of 1 to 9 tokens in one packed row, and the loss of each token."""
+    """Documents of 1 to 9 tokens in one packed row, no token twice, and the loss of each token."""
     rng = random.Random(seed)
     lengths = [rng.randint(1, 9) for _ in range(count)]
     loss = [[rng.random() < loss_share for _ in range(n)] for n in lengths]
     total = sum(lengths)
-    ids = torch.tensor([[rng.randint(0, 99) for _ in range(total)]])
+    ids = torch.tensor([rng.sample(range(1000), total)])
     mask = torch.ones(1, total, dtype=torch.long)
     return ids, mask, torch.tensor([[int(x) for part in loss for x in part]]), torch.tensor([lengths]), loss
 
 
 def expected(ids: list[int], loss: list[list[bool]], steps: int) -> dict:
     """Walk every chain of every document."""
-    want = {"slots": [], "next": [], "chains": [], "reads": [[] for _ in range(steps)], "pairs": [], "queries": []}
+    want = {
+        "slots": [],
+        "next": [],
+        "positions": [],
+        "chains": [],
+        "reads": [[] for _ in range(steps)],
+        "pairs": [],
+        "queries": [],
+    }
     valid_counts, row_start = [0] * steps, 0
     for marks in loss:
         tokens = ids[row_start : row_start + len(marks)]
@@ -38,6 +46,7 @@ def expected(ids: list[int], loss: list[list[bool]], steps: int) -> dict:
         for t in range(last):
             want["slots"].append(tokens[t])
             want["next"].append(tokens[t + 1])
+            want["positions"].append(t)
             taught = [t + 1 + k <= last and marks[t + 1 + k] for k in range(steps)]
             if not any(taught):
                 continue
@@ -55,7 +64,7 @@ def expected(ids: list[int], loss: list[list[bool]], steps: int) -> dict:
     return want
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4, 7])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 12])
 @pytest.mark.parametrize("share", [0.15, 0.6, 1.0])
 @pytest.mark.parametrize("seed", range(6))
 def test_index_sets(steps, share, seed):
@@ -66,7 +75,8 @@ def test_index_sets(steps, share, seed):
     assert tokens[plan.slots].tolist() == want["slots"]
     assert plan.next_ids.tolist() == want["next"]
     assert plan.chains.tolist() == want["chains"]
-    assert plan.chain_positions.tolist() == plan.positions[plan.chains].tolist()
+    assert plan.positions.tolist() == want["positions"]
+    assert plan.chain_positions.tolist() == [want["positions"][chain] for chain in want["chains"]]
     for k in range(1, steps):
         for got, read in zip(plan.chain_ids[k - 1].tolist(), want["reads"][k], strict=True):
             assert read is None or got == read
@@ -77,6 +87,8 @@ def test_index_sets(steps, share, seed):
     assert plan.chain_counts == want["counts"]
     assert plan.query_lengths == want["queries"]
     assert plan.cu_slots.tolist() == [0, *torch.tensor(plan.slot_lengths).cumsum(0).tolist()]
+    assert plan.cu_queries.tolist() == [0, *torch.tensor(plan.query_lengths).cumsum(0).tolist()]
+    assert plan.total == mask.sum()
     # A chain's query stands as far from its document's last query as its slot from the last slot.
     document = torch.searchsorted(plan.cu_slots, plan.chains, right=True) - 1
     from_end = plan.cu_slots[document + 1] - plan.chains
@@ -92,3 +104,27 @@ def test_no_documents():
     assert plan.tokens.numel() == plan.pairs.numel() == 0
     assert plan.chain_ids.shape == (2, 0)
     assert plan.total == mask.sum()
+
+
+def test_a_chain_written_out():
+    """One document of five tokens, taught at the third and fifth, two steps."""
+    ids, ones = torch.tensor([[10, 11, 12, 13, 14]]), torch.ones(1, 5, dtype=torch.long)
+    plan = unroll(documents(ids, ones, torch.tensor([[0, 0, 1, 0, 1]]), trim=True), 2, CPU)
+    # Slot t reads 11 + t, then 12 + t; slots 1 and 3 are taught at their first step, 0 and 2 at their second.
+    assert plan.next_ids.tolist() == [11, 12, 13, 14]
+    assert plan.chains.tolist() == [0, 1, 2, 3]
+    assert plan.chain_ids.tolist() == [[12, 13, 14, 14]]
+    assert plan.pairs.tolist() == [1, 3, 4, 6]
+    assert plan.pair_targets.tolist() == [0, 1, 0, 1]
+    assert plan.pair_sizes == [2, 2]
+    assert plan.chain_counts == [2, 0]
+    assert plan.dense
+
+
+def test_tensors_are_int64_but_for_the_bounds():
+    """FlashAttention takes its bounds as int32."""
+    ids, mask, loss_mask, seq_lens, _ = batch(1, 4, 0.6)
+    plan = unroll(documents(ids, mask, loss_mask, seq_lens, trim=True), 3, CPU)
+    dtypes = {name: getattr(plan, name).dtype for name in TENSORS}
+    assert {name for name, dtype in dtypes.items() if dtype == torch.int32} == {"cu_queries", "cu_slots"}
+    assert set(dtypes.values()) == {torch.int32, torch.int64}
