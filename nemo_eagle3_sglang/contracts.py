@@ -124,7 +124,8 @@ class BackendRequest:
         trust_remote_code: Whether code shipped with the checkpoint may run.
         seq_length: Longest row of the training data, in tokens.
         micro_batch_size: Rows of one forward.
-        kv_pool: ``half`` or ``auto``; see ``recipe_args.kv_pool``.
+        kv_pool: ``half``: the engine may reserve its usual share of memory for KV. ``auto``: no more than one
+            micro-batch of ``micro_batch_tokens`` needs. An engine that keeps no KV reads neither.
         capture: ``serving`` or ``residual``; see ``recipe_args.capture``.
         self_check: Whether the engine compares its states with what it would serve.
         options: The YAML's ``recipe_args.<backend>_args``.

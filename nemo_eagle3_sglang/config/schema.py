@@ -287,7 +287,8 @@ class RecipeArgs(Section):
     """Compare, at start-up, the states trained on with what SGLang's own EAGLE-3 capture yields."""
     kv_pool: Literal["half", "auto"] = "half"
     """SGLang's KV pool. ``half``: SGLang's weights and pool take ``sglang_args.mem_fraction_static``, half of the free
-    memory. ``auto``: the pool holds one micro-batch, the rest is the draft's."""
+    memory. ``auto``: the pool holds one micro-batch, the rest is the draft's; ``mem_fraction_static``, then 0.9, only
+    bounds what SGLang may take, and ``max_total_tokens`` is refused beside it."""
     sglang_args: Args = Field(default_factory=dict)
     """SGLang ServerArgs; names are checked against the installed release."""
     vllm_args: Args = Field(default_factory=dict)

@@ -14,16 +14,13 @@ from nemo_eagle3_sglang.contracts import AuxPlan, BackendRequest, Head, HiddenSt
 from nemo_eagle3_sglang.engine import self_check, versions
 from nemo_eagle3_sglang.engine.batch import Capacity, capacity, forward_batch, plan
 from nemo_eagle3_sglang.engine.capture import Capture
-from nemo_eagle3_sglang.engine.server_args import MEM_FRACTION_STATIC, build_server_args
+from nemo_eagle3_sglang.engine.server_args import MEM_FRACTION_STATIC, PROBE_TOKENS, build_server_args
 from nemo_eagle3_sglang.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-# Tokens of the forwards at start-up that decide and check the capture.
-PROBE_TOKENS = 16
 
 Result = TypeVar("Result")
 
@@ -80,8 +77,8 @@ class SGLangRunner:
             runner.close()
             raise
         logger.info(runner.describe())
-        if request.kv_pool == "auto" and free is not None:
-            logger.info(runner._given_back(free))
+        if request.kv_pool == "auto":
+            logger.info(runner.describe_pool(free))
         return runner
 
     def describe(self) -> str:
@@ -95,19 +92,24 @@ class SGLangRunner:
             line += f", {(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB in use"
         return line
 
-    def _given_back(self, free_before: int) -> str:
-        """Return what ``kv_pool: auto`` left to the draft of the half that SGLang takes by default.
+    def describe_pool(self, free_before: int | None) -> str:
+        """Return one line for the log: the pool of ``kv_pool: auto``, and what it leaves of SGLang's default share.
 
         Args:
-            free_before: Bytes that were free on the device before the target was built.
+            free_before: Bytes that were free on the GPU before the target was built; ``None`` on a CPU.
         """
-        taken = free_before - torch.cuda.mem_get_info(self.device)[0]
-        given_back = free_before * MEM_FRACTION_STATIC - taken
-        return (
-            f"KV pool for one micro-batch ({self._request.micro_batch_tokens} tokens): target and pool take "
-            f"{taken / 2**30:.1f} GiB, {given_back / 2**30:.1f} GiB less than the half of the free memory that is "
-            "SGLang's by default"
+        size = versions.kv_pool_bytes(self._runner())
+        line = (
+            f"KV pool: {self.capacity.tokens:,} tokens ({size / 2**30:.1f} GiB) for one micro-batch of "
+            f"{self._request.micro_batch_tokens:,}"
         )
+        if free_before is None:
+            return line
+        taken = free_before - torch.cuda.mem_get_info(self.device)[0]
+        left = (free_before * MEM_FRACTION_STATIC - taken) / 2**30
+        if left < 0:
+            return f"{line}; target and pool take {-left:.1f} GiB more than SGLang's half"
+        return f"{line}; {left:.1f} GiB of SGLang's half left to the draft"
 
     def set_aux_layers(self, aux_layer_ids: Sequence[int]) -> None:
         """See :meth:`TargetRunner.set_aux_layers`."""

@@ -23,8 +23,11 @@ MEM_FRACTION_STATIC = 0.5
 
 # Under ``kv_pool: auto`` max_total_tokens bounds the pool, and this share only what SGLang may take at most.
 MEM_FRACTION_AUTO = 0.9
-# Room in the pool for whole pages of many short documents, as a share of a micro-batch.
+# Room in the pool for whole pages of many short documents, as a share of a micro-batch. Where pages are long and
+# documents very short it does not do, and the micro-batch is run in several forwards.
 PAGE_ROOM = 8
+# Tokens of the forwards at start-up that decide and check the capture; the pool never holds fewer.
+PROBE_TOKENS = 16
 # Documents of one forward; more are run in several. SGLang's own default, thousands, makes its request table
 # (rows x context length) a gibibyte for a context of 131,072.
 MAX_DOCUMENTS = 256
@@ -178,7 +181,14 @@ def _adapter_fields(request: BackendRequest) -> dict[str, Any]:
     return {k: v for k, v in {**fields, **dict.fromkeys(single, 1)}.items() if k in names}
 
 
-def _defaults(request: BackendRequest) -> dict[str, Any]:
+def pool_tokens(request: BackendRequest, page: int) -> int:
+    """Return the KV slots of ``kv_pool: auto``: every row of a micro-batch in whole pages, and some room."""
+    rows = request.micro_batch_size * (-(-request.seq_length // page) * page)
+    # SGLang rounds down to whole pages.
+    return max(rows + request.micro_batch_tokens // PAGE_ROOM, -(-PROBE_TOKENS // page) * page)
+
+
+def _defaults(request: BackendRequest, page: int) -> dict[str, Any]:
     """Return what the adapter uses unless the YAML says otherwise."""
     defaults: dict[str, Any] = {
         "dtype": sglang_dtype(request.dtype),
@@ -196,7 +206,7 @@ def _defaults(request: BackendRequest) -> dict[str, Any]:
     if request.kv_pool == "auto":
         defaults.update(
             mem_fraction_static=MEM_FRACTION_AUTO,
-            max_total_tokens=request.micro_batch_tokens + request.micro_batch_tokens // PAGE_ROOM,
+            max_total_tokens=pool_tokens(request, page),
             max_running_requests=max(MAX_DOCUMENTS, request.micro_batch_size),
         )
     return defaults
@@ -208,10 +218,17 @@ def build_server_args(request: BackendRequest) -> ServerArgs:
     Raises:
         ConfigError: See :func:`check_options`; also where SGLang itself rejects a value.
     """
+    check_options(request)
+    server_args = _construct(request, page=1)
+    # SGLang chooses the page with the attention backend, so it is known only now.
+    page = int(server_args.page_size or 1)
+    return _construct(request, page) if request.kv_pool == "auto" and page > 1 else server_args
+
+
+def _construct(request: BackendRequest, page: int) -> ServerArgs:
     from sglang.srt.server_args import ServerArgs
 
-    check_options(request)
-    options = {**_defaults(request), **request.options}
+    options = {**_defaults(request, page), **request.options}
     options["dtype"] = sglang_dtype(options["dtype"])
     try:
         return ServerArgs(**{**options, **_adapter_fields(request)})

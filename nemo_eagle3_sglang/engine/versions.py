@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -91,11 +92,34 @@ def construct(server_args: ServerArgs, gpu_id: int) -> ModelRunner:
         nccl_port=PortArgs.init_new(server_args).nccl_port,
         server_args=server_args,
     )
-    model_runner.alloc_memory_pool()
+    with _sizing_errors():
+        model_runner.alloc_memory_pool()
     model_runner.init_attention_backends()
     # Graphs are disabled by server_args, but this call also sets the eager runner up.
     model_runner.init_cuda_graphs()
     return model_runner
+
+
+@contextlib.contextmanager
+def _sizing_errors() -> Iterator[None]:
+    """Turn SGLang's refusals to size a pool into a ``ConfigError`` that names the keys of the YAML.
+
+    0.5.17: weights above ``mem_fraction_static``, a sliding-window pool (window x ``max_running_requests``) above the
+    memory, a pool below one window. All are ``ValueError`` or ``RuntimeError`` and name command-line flags; what names
+    none is something else and is not touched.
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        message = re.sub(r"--([a-z]+(?:-[a-z]+)+)", _yaml_key, str(error))
+        if message == str(error):
+            raise
+        raise ConfigError(f"sglang cannot size its KV pool: {message}") from error
+
+
+def _yaml_key(flag: re.Match[str]) -> str:
+    name = flag[1].replace("-", "_")
+    return f"recipe_args.sglang_args.{name}" if name in server_arg_names() else flag[0]
 
 
 @contextlib.contextmanager
@@ -157,19 +181,22 @@ def free_memory(model_runner: ModelRunner) -> None:
     from sglang.srt.model_executor import input_buffers
 
     input_buffers._forward_input_buffer_pool.clear()
-    for tensor in {*model_runner.model.parameters(), *_pool_tensors(model_runner)}:
+    pools = (model_runner.req_to_token_pool, model_runner.token_to_kv_pool, model_runner.token_to_kv_pool_allocator)
+    for tensor in {*model_runner.model.parameters(), *_pool_tensors(*pools)}:
         tensor.untyped_storage().resize_(0)
     vars(model_runner).clear()
 
 
-def _pool_tensors(model_runner: ModelRunner) -> set[torch.Tensor]:
-    """Return the tensors of all memory pools, however they are nested."""
+def kv_pool_bytes(model_runner: ModelRunner) -> int:
+    """Return the memory of the KV pool, whatever its class (MHA, MLA, sliding window)."""
+    storages = [tensor.untyped_storage() for tensor in _pool_tensors(model_runner.token_to_kv_pool)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _pool_tensors(*pools: Any) -> set[torch.Tensor]:
+    """Return the tensors of memory pools, however they are nested."""
     found: set[torch.Tensor] = set()
-    todo: list[Any] = [
-        model_runner.req_to_token_pool,
-        model_runner.token_to_kv_pool,
-        model_runner.token_to_kv_pool_allocator,
-    ]
+    todo: list[Any] = [*pools]
     seen: set[int] = set()
     while todo:
         value = todo.pop()

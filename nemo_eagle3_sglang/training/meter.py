@@ -6,8 +6,9 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+# Pairs of events kept at most, a log window that is longer adds up what the device has finished.
+MAX_SPANS = 512
 
 
 class RunMeter:
@@ -50,23 +53,38 @@ class RunMeter:
         """Add the model FLOPs of one training micro-batch; see ``flops.py``."""
         self._flops += flops
 
-    def add_data_wait(self, seconds: float) -> None:
-        """Add time for which the host waited for the data loader."""
-        self._data += seconds
+    def target(self) -> AbstractContextManager[None]:
+        """Time the target: on a GPU what the device spends, elsewhere what the host does."""
+        return self._timed("target")
+
+    def data(self) -> AbstractContextManager[None]:
+        """Time a wait for the data loader: on a GPU for how long the device idles, elsewhere what the host waits.
+
+        The second event of a pair is recorded when the batch has come; a device that is still busy with earlier work
+        reaches both at once. So a wait that its work hides costs nothing, as it should.
+        """
+        return self._timed("data")
 
     @contextmanager
-    def target(self) -> Iterator[None]:
-        """Time the target: on a GPU what the device spends, elsewhere what the host does."""
+    def _timed(self, part: str) -> Iterator[None]:
         if self._device.type != "cuda":
-            start = time.perf_counter()
+            begin = time.perf_counter()
             yield
-            self._target += time.perf_counter() - start
+            self._seconds[part] += time.perf_counter() - begin
             return
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         yield
         end.record()
-        self._spans.append((start, end))
+        self._spans.append((part, start, end))
+        if len(self._spans) > MAX_SPANS:
+            self._add_finished()
+
+    def _add_finished(self) -> None:
+        """Add up the spans that the device has passed; asks, and does not wait."""
+        while self._spans and self._spans[0][2].query():
+            part, start, end = self._spans.popleft()
+            self._seconds[part] += start.elapsed_time(end) / 1e3
 
     def resume(self, step: int) -> None:
         """Go on counting tokens where the run that wrote ``metrics.jsonl`` stood at ``step``."""
@@ -84,8 +102,9 @@ class RunMeter:
     def restart(self) -> None:
         """Start a window, so that set-up and evaluation are not counted as training time."""
         self._tokens, self._since = 0, time.perf_counter()
-        self._target = self._data = self._flops = 0.0
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._flops = 0.0
+        self._seconds = {"target": 0.0, "data": 0.0}
+        self._spans: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -93,8 +112,11 @@ class RunMeter:
         """Take one of AutoModel's log records and return it with the window's speed, shares and memory added.
 
         Added to a training record: ``train/tokens_per_second``; ``train/time_target``, ``train/time_data`` and
-        ``train/time_draft``, shares of the window (the draft's is the rest: its step and the optimizer);
-        ``train/mfu`` where the device's peak is known; ``train/peak_memory_gib`` on a GPU.
+        ``train/time_draft``, shares of the window (the draft's is the rest: its step, the optimizer, and a checkpoint
+        that was saved in the window); ``train/mfu`` where FLOPs were counted and the device's peak is known;
+        ``train/peak_memory_gib`` on a GPU.
+
+        AutoModel's EAGLE-3 recipe (0.6.0) logs to W&B alone: it has no MLflow logger, so none is fed here.
 
         Args:
             data: Keys as AutoModel logs them: ``train/loss``, ``train/accuracy``, ``train/tau_sim``, ``val/loss``, …
@@ -116,12 +138,11 @@ class RunMeter:
 
     def _window(self) -> dict[str, float]:
         seconds = max(time.perf_counter() - self._since, 1e-9)
-        target = self._target
         if self._spans:
             # Recorded before the values of this log point, which have been read.
-            self._spans[-1][1].synchronize()
-            target += sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
-        shares = {"target": min(target / seconds, 1.0), "data": min(self._data / seconds, 1.0)}
+            self._spans[-1][2].synchronize()
+            self._add_finished()
+        shares = {part: min(spent / seconds, 1.0) for part, spent in self._seconds.items()}
         found = {
             "train/tokens_per_second": self._tokens / seconds,
             "train/time_target": shares["target"],
@@ -195,14 +216,15 @@ class TimedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches."""
-        batches = iter(self._loader)
+        with self._meter.data():
+            # Starts the worker processes, where there are any.
+            batches = iter(self._loader)
+        end = object()
         while True:
-            start = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
+            with self._meter.data():
+                batch = next(batches, end)
+            if batch is end:
                 return
-            self._meter.add_data_wait(time.perf_counter() - start)
             yield batch
 
     def __len__(self) -> int:

@@ -87,7 +87,8 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
             # Only forward differs, so the module that AutoModel has built, and wrapped for DDP, becomes ours in place.
             self._module().__class__ = FlatEagle3Trainer
             fuse(self.optimizer)
-            self._flops = step_flops(config.recipe_args, self.draft_model)
+            flops = step_flops(config.recipe_args, self.draft_model)
+            self._flops = flops if flops is not None and flops.checked() else None
         # At least two log points, so that also a short run says how the loss moved.
         self.log_every_steps = min(self.log_every_steps, max(1, self.total_optim_steps // 2))
         if self.target_wrapper is not None and not config.recipe_args.parallel_drafting:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_eagle3_sglang.training import meter as meter_module
 from nemo_eagle3_sglang.training.meter import RunMeter
@@ -178,8 +179,9 @@ def test_time_is_split_between_target_data_and_draft(clock):
     meter = RunMeter(None, peak_flops=100.0)
     with meter.target():
         clock.now += 6
-    meter.add_data_wait(1.0)
-    clock.now += 4
+    with meter.data():
+        clock.now += 1
+    clock.now += 3
     meter.count(50)
     meter.add_flops(250.0)
     data = meter.log(point(3.0), 1)
@@ -204,6 +206,11 @@ def test_a_loader_tells_how_long_it_was_waited_for(clock):
         sampler = "its own"
 
         def __iter__(self):
+            # Worker processes start here.
+            clock.now += 6
+            return self.batches()
+
+        def batches(self):
             for i in range(3):
                 clock.now += 2
                 yield i
@@ -214,7 +221,7 @@ def test_a_loader_tells_how_long_it_was_waited_for(clock):
     meter = RunMeter(None)
     loader = meter_module.TimedLoader(Slow(), meter)
     for _ in loader:
-        clock.now += 2
+        clock.now += 4
     assert meter.log(point(3.0), 1)["train/time_data"] == pytest.approx(0.5)
     assert len(loader) == 3
     assert loader.sampler == "its own"
@@ -228,3 +235,74 @@ def test_the_log_line_says_how_fast(clock, caplog):
     with caplog.at_level("INFO"):
         meter.log(point(3.0), 7)
     assert "step=7 tok/s=100 target=0% data=0%" in caplog.text
+
+
+class Device:
+    """A GPU's clock beside the host's: work is queued at once, and runs when what came before is done."""
+
+    def __init__(self, monkeypatch, clock: Clock) -> None:
+        self.clock, self.busy_until, self.waits = clock, 0.0, 0
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = max(device.busy_until, clock.now)
+
+            def query(self) -> bool:
+                return self.at <= clock.now
+
+            def synchronize(self) -> None:
+                device.waits += 1
+                clock.now = max(clock.now, self.at)
+
+            def elapsed_time(self, end: Event) -> float:
+                return (end.at - self.at) * 1e3
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**29)
+
+    def work(self, seconds: float) -> None:
+        self.busy_until = max(self.busy_until, self.clock.now) + seconds
+
+
+def test_on_a_gpu_time_is_the_devices(monkeypatch, clock):
+    device, meter = Device(monkeypatch, clock), RunMeter(None, torch.device("cuda"))
+    for wait in (1, 1, 11):
+        with meter.data():
+            clock.now += wait
+        with meter.target():
+            device.work(3)
+        device.work(2)
+    assert device.waits == 0, "the host is not made to wait between log points"
+    clock.now = device.busy_until
+    data = meter.log(point(3.0), 1)
+    # The first wait found an idle device; 5 seconds of work hid the second; of the third, 2 seconds were left over.
+    assert clock.now - 100 == 18
+    assert data["train/time_data"] == pytest.approx(3 / 18)
+    assert data["train/time_target"] == pytest.approx(9 / 18)
+    assert data["train/time_draft"] == pytest.approx(6 / 18)
+    assert data["train/peak_memory_gib"] == 1.5
+
+
+def test_a_long_window_keeps_few_events(monkeypatch, clock):
+    device, meter = Device(monkeypatch, clock), RunMeter(None, torch.device("cuda"))
+    for _ in range(3 * meter_module.MAX_SPANS):
+        with meter.target():
+            device.work(0.5)
+        clock.now += 1
+    assert len(meter._spans) <= meter_module.MAX_SPANS
+    assert device.waits == 0
+    assert meter.log(point(3.0), 1)["train/time_target"] == pytest.approx(0.5)
+
+
+def test_an_evaluation_of_the_target_is_in_no_window(clock):
+    meter = RunMeter(None)
+    with meter.target():
+        clock.now += 50
+    meter.log({"val/loss": 2.0}, 1)
+    clock.now += 1
+    assert meter.log(point(3.0), 2)["train/time_target"] == 0
