@@ -6,9 +6,11 @@ TRAINER_DEVICE=cpu is a dry run of what does not need CUDA.
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache
 from trainer_cases import backend, draft, modules, packed, run
 
 from nemo_eagle3_sglang.losses import soft_cross_entropy
@@ -190,6 +192,27 @@ def test_a_step_does_not_wait_for_the_device():
     finally:
         if DEVICE == "cuda":
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="nothing is compiled on a CPU")
+def test_compile_time(report):
+    """The first step pays for compiling the elementwise parts; a batch of another shape compiles nothing."""
+    target, _, flat = trainers(BF16)
+
+    def seconds(rows: list[dict[str, list[int]]]) -> float:
+        batch = target.flat_batch(packed(rows, 512), 4)
+        start = time.perf_counter()
+        flat(batch=batch).loss.backward()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    seconds(chats())  # libraries, Triton's loss kernel
+    torch.compiler.reset()
+    with fresh_cache():
+        first, second, other = seconds(chats()), seconds(chats()), seconds(chats(9, 211))
+    report("trainer_compile_seconds", {"first": first, "second": second, "another_shape": other})
+    assert first < 120
+    assert other < max(1.0, first / 4), (first, second, other)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="memory of a GPU")
