@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     # For annotations only: the command line reads this module and must answer at once.
+    import numpy as np
     import torch
 
 NUM_AUX_LAYERS = 3
@@ -54,6 +55,60 @@ class HiddenStates:
 
 
 @dataclass(frozen=True)
+class Sequences:
+    """What the target is asked for: independent sequences, and where their next-token distribution is learnt.
+
+    Kept on the host, where a source in another process needs them; what is on the device already can be given too.
+
+    Attributes:
+        tokens: ``[T]`` int64, the sequences one after another.
+        lengths: Tokens of each sequence, each at least 1, summing to T.
+        supervised: ``[P]`` int64, ascending indices into T.
+        device_tokens: ``tokens`` on the device.
+        device_supervised: ``supervised`` on the device.
+    """
+
+    tokens: np.ndarray
+    lengths: list[int]
+    supervised: np.ndarray
+    device_tokens: torch.Tensor | None = None
+    device_supervised: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftTargets:
+    """The target over the draft vocabulary at P positions.
+
+    Kept as logits and log-sum-exp, not as probabilities: a bf16 head's logits are bf16 numbers, so that nothing is lost
+    and half of a float32 distribution is saved.
+
+    Attributes:
+        logits: ``[P, D]`` in the dtype of the head's logits.
+        lse: ``[P]`` float32, log-sum-exp over the D columns: ``softmax = exp(logits - lse)``.
+        choices: ``[P]`` int64, argmax over the D columns.
+        in_draft_vocab: ``[P]`` bool, true where the argmax over all of V lies in the draft vocabulary.
+    """
+
+    logits: torch.Tensor
+    lse: torch.Tensor
+    choices: torch.Tensor
+    in_draft_vocab: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What the target says of :class:`Sequences`.
+
+    Attributes:
+        aux: ``[T, A*H]``, the states after each aux layer.
+        targets: At the P supervised positions.
+    """
+
+    aux: torch.Tensor
+    targets: DraftTargets
+
+
+@dataclass(frozen=True)
 class AuxPlan:
     """Which layers are trained on, and which ids lead the serving engine to them.
 
@@ -68,7 +123,10 @@ class AuxPlan:
 
 @runtime_checkable
 class Head(Protocol):
-    """The target's output head with everything its logits processor would have applied."""
+    """The target's output head with everything its logits processor would have applied.
+
+    A head that is one shard of several has ``columns``, the range of token ids that its logits are of.
+    """
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[n, V]`` for ``hidden`` ``[n, H]``, scaled, soft-capped and trimmed to V columns."""
@@ -113,6 +171,37 @@ class TargetRunner(Protocol):
         """Free the engine and its memory; calling it again does nothing."""
 
 
+@runtime_checkable
+class SupervisionSource(Protocol):
+    """Where supervision comes from: a runner in this process, one in another, a server, a cache.
+
+    What is returned is valid until the next call: a source may write the next micro-batch over it.
+    """
+
+    info: TargetInfo
+    device: torch.device
+    dtype: torch.dtype
+
+    def set_aux_layers(self, aux_layer_ids: Sequence[int]) -> None:
+        """See :meth:`TargetRunner.set_aux_layers`."""
+
+    def set_vocab_mapping(self, selected_token_ids: torch.Tensor, selected_token_mask: torch.Tensor) -> None:
+        """Set the draft vocabulary: target id of each draft id ``[D]`` int64, and membership ``[V]`` bool."""
+
+    def supervise(self, sequences: Sequences) -> Supervision:
+        """Run the target once over T >= 0 tokens.
+
+        Raises:
+            RuntimeError: ``set_vocab_mapping`` was never called.
+        """
+
+    def input_embeddings(self) -> torch.Tensor:
+        """Return the input embedding ``[V, H]`` on ``device``."""
+
+    def close(self) -> None:
+        """Free what the source holds; calling it again does nothing."""
+
+
 @dataclass(frozen=True)
 class BackendRequest:
     """What a backend's factory is given; see :mod:`nemo_eagle3_sglang.backends`.
@@ -129,6 +218,8 @@ class BackendRequest:
         capture: ``serving`` or ``residual``; see ``recipe_args.capture``.
         self_check: Whether the engine compares its states with what it would serve.
         options: The YAML's ``recipe_args.<backend>_args``.
+        tp_rank: Which shard of a tensor-parallel target this process holds; ``options["tp_size"]`` processes in the
+            default process group run every forward together, all on the same tokens.
     """
 
     target: str
@@ -141,6 +232,7 @@ class BackendRequest:
     capture: str = "serving"
     self_check: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    tp_rank: int = 0
 
     @property
     def micro_batch_tokens(self) -> int:

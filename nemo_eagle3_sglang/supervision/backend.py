@@ -1,4 +1,4 @@
-"""The supervision of a micro-batch from any :class:`~nemo_eagle3_sglang.contracts.TargetRunner`."""
+"""The supervision of a micro-batch from any :class:`~nemo_eagle3_sglang.contracts.SupervisionSource`."""
 
 from __future__ import annotations
 
@@ -7,47 +7,41 @@ from types import SimpleNamespace
 
 import torch
 
-from nemo_eagle3_sglang.contracts import NUM_AUX_LAYERS, FlatBatch, HiddenStates, TargetBatch, TargetRunner
+from nemo_eagle3_sglang.contracts import FlatBatch, Sequences, SupervisionSource, TargetBatch, TargetRunner
 from nemo_eagle3_sglang.supervision.align import pad, shift_left
 from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
 from nemo_eagle3_sglang.supervision.documents import documents
-from nemo_eagle3_sglang.supervision.head import draft_distribution, draft_targets
+from nemo_eagle3_sglang.supervision.head import distribution
+from nemo_eagle3_sglang.supervision.source import RunnerSource
 from nemo_eagle3_sglang.supervision.unroll import unroll
 
 
 class RunnerBackend:
-    """Target backend in the sense of AutoModel's ``Eagle3TargetBackend``, over a runner of any engine.
+    """Target backend in the sense of AutoModel's ``Eagle3TargetBackend``, over a source or over a bare runner.
 
     Duck-typed, so that only the recipe imports AutoModel, and neither a module nor stateful, so that
     ``BaseRecipe.__setattr__`` does not track it.
 
     Attributes:
+        source: Where the supervision comes from.
         aux_layer_ids: The ids captured, in the order of the columns of ``aux_hidden_states``.
         supports_async: Whether ``generate_batch_async`` exists; never here.
     """
 
     supports_async = False
 
-    def __init__(self, runner: TargetRunner, aux_layer_ids: Sequence[int] | None = None) -> None:
-        self.runner = runner
-        self.aux_layer_ids = resolve_aux_layer_ids(aux_layer_ids, runner.info.num_hidden_layers)
-        runner.set_aux_layers(self.aux_layer_ids)
-        self._selected_token_ids: torch.Tensor | None = None
-        self._selected_token_mask: torch.Tensor | None = None
+    def __init__(self, source: SupervisionSource | TargetRunner, aux_layer_ids: Sequence[int] | None = None) -> None:
+        self.source = source if isinstance(source, SupervisionSource) else RunnerSource(source)
+        self.aux_layer_ids = resolve_aux_layer_ids(aux_layer_ids, self.source.info.num_hidden_layers)
+        self.source.set_aux_layers(self.aux_layer_ids)
 
     def set_vocab_mapping(self, selected_token_ids: torch.Tensor, selected_token_mask: torch.Tensor) -> None:
         """Set the draft vocabulary: target id of each draft id ``[D]``, and membership ``[V]`` bool."""
-        vocab = self.runner.info.vocab_size
-        if selected_token_mask.shape != (vocab,):
-            raise ValueError(
-                f"vocabulary mapping for {selected_token_mask.shape[0]} tokens; the target's head has {vocab}"
-            )
-        self._selected_token_ids = selected_token_ids.to(self.runner.device)
-        self._selected_token_mask = selected_token_mask.to(self.runner.device)
+        self.source.set_vocab_mapping(selected_token_ids, selected_token_mask)
 
     def get_input_embeddings(self) -> SimpleNamespace:
         """Return an object whose ``weight`` ``[V, H]`` is the target's input embedding."""
-        return SimpleNamespace(weight=self.runner.input_embeddings())
+        return SimpleNamespace(weight=self.source.input_embeddings())
 
     @torch.no_grad()
     def flat_batch(self, batch: Mapping[str, torch.Tensor], ttt_steps: int) -> FlatBatch:
@@ -65,18 +59,17 @@ class RunnerBackend:
         """
         masks = (batch["attention_mask"], batch["loss_mask"], batch.get("seq_lens"))
         docs = documents(batch["input_ids"], *masks, trim=True)
-        plan = unroll(docs, ttt_steps, self.runner.device)
-        states = self._forward(plan.tokens, plan.lengths)
-        targets = draft_targets(
-            self.runner.head(), states.last.index_select(0, plan.supervised), *self._vocab_mapping()
+        plan = unroll(docs, ttt_steps, self.source.device)
+        found = self.source.supervise(
+            Sequences(docs.tokens, plan.lengths, docs.supervised, plan.tokens, plan.supervised)
         )
         return FlatBatch(
             unroll=plan,
-            aux=states.aux,
-            draft_logits=targets.logits,
-            draft_lse=targets.lse,
-            draft_choices=targets.choices,
-            in_draft_vocab=targets.in_draft_vocab,
+            aux=found.aux,
+            draft_logits=found.targets.logits,
+            draft_lse=found.targets.lse,
+            draft_choices=found.targets.choices,
+            in_draft_vocab=found.targets.in_draft_vocab,
         )
 
     @torch.no_grad()
@@ -106,45 +99,28 @@ class RunnerBackend:
         Raises:
             RuntimeError: ``set_vocab_mapping`` was never called.
         """
-        mapping = self._vocab_mapping()
-        device, (rows, length) = self.runner.device, input_ids.shape
+        device, (rows, length) = self.source.device, input_ids.shape
         docs = documents(input_ids, attention_mask, loss_mask, seq_lens, trim=False)
         slots = torch.from_numpy(docs.slots).to(device)
         supervised = torch.from_numpy(docs.supervised).to(device)
-        states = self._forward(torch.from_numpy(docs.tokens).to(device), docs.lengths.tolist())
-        probs, in_draft_vocab = draft_distribution(
-            self.runner.head(), states.last.index_select(0, supervised), *mapping
-        )
+        found = self.source.supervise(Sequences(docs.tokens, docs.lengths.tolist(), docs.supervised))
         # The distribution at token u supervises slot u - 1 (shift to next-token positions).
         target_slots = slots.index_select(0, supervised) - 1
         return TargetBatch(
-            aux_hidden_states=pad(states.aux, slots, rows, length),
+            aux_hidden_states=pad(found.aux, slots, rows, length),
             input_ids=shift_left(input_ids.to(device)),
             attention_mask=attention_mask.to(device),
             loss_mask=shift_left(loss_mask.to(device)),
-            target_probs=pad(probs, target_slots, rows, length),
-            position_mask=pad(in_draft_vocab.unsqueeze(-1), target_slots, rows, length),
+            target_probs=pad(distribution(found.targets), target_slots, rows, length),
+            position_mask=pad(found.targets.in_draft_vocab.unsqueeze(-1), target_slots, rows, length),
             position_ids=_on(device, position_ids),
             seq_lens=_on(device, seq_lens),
             doc_remaining=_on(device, doc_remaining),
         )
 
-    def _vocab_mapping(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._selected_token_ids is None or self._selected_token_mask is None:
-            raise RuntimeError("set_vocab_mapping must be called before the first batch")
-        return self._selected_token_ids, self._selected_token_mask
-
-    def _forward(self, tokens: torch.Tensor, lengths: list[int]) -> HiddenStates:
-        """Run the engine; a micro-batch without supervision has no forward."""
-        if lengths:
-            return self.runner.forward(tokens, lengths)
-        hidden = self.runner.info.hidden_size
-        empty = torch.empty((0, hidden), dtype=self.runner.dtype, device=self.runner.device)
-        return HiddenStates(aux=empty.new_empty((0, NUM_AUX_LAYERS * hidden)), last=empty)
-
     def close(self) -> None:
         """Free the target."""
-        self.runner.close()
+        self.source.close()
 
 
 def _on(device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:

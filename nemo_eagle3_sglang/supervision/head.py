@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
-from nemo_eagle3_sglang.contracts import Head
+from nemo_eagle3_sglang.contracts import DraftTargets, Head
 
 # Logits of one chunk of positions, [chunk, V]: large enough for a full-speed GEMM, small beside a training step.
 CHUNK_BYTES = 128 * 2**20
-
-
-@dataclass(frozen=True)
-class DraftTargets:
-    """The target over the draft vocabulary at P positions.
-
-    Kept as logits and log-sum-exp, not as probabilities: a bf16 head's logits are bf16 numbers, so that nothing is lost
-    and half of a float32 distribution is saved.
-
-    Attributes:
-        logits: ``[P, D]`` in the dtype of the head's logits.
-        lse: ``[P]`` float32, log-sum-exp over the D columns.
-        choices: ``[P]`` int64, argmax over the D columns.
-        in_draft_vocab: ``[P]`` bool, true where the argmax over all of V lies in the draft vocabulary.
-    """
-
-    logits: torch.Tensor
-    lse: torch.Tensor
-    choices: torch.Tensor
-    in_draft_vocab: torch.Tensor
 
 
 def draft_targets(
@@ -60,35 +39,13 @@ def draft_targets(
     return DraftTargets(hidden.new_empty((0, width)) if kept is None else kept, lse, choices, in_draft_vocab)
 
 
-def draft_distribution(
-    head: Head,
-    hidden: torch.Tensor,
-    selected_token_ids: torch.Tensor,
-    selected_token_mask: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Project hidden states to the draft vocabulary, in chunks that never hold ``[P, V]`` at once.
+def distribution(targets: DraftTargets) -> torch.Tensor:
+    """Return the softmax over the draft vocabulary ``[P, D]`` in float32.
 
-    Equal to AutoModel's ``_compute_target_distribution`` on the same logits: the argmax is over all of V, the
-    softmax over the draft vocabulary alone, in float32.
-
-    Args:
-        head: The target's output head.
-        hidden: ``[P, H]``, what the target's logits processor is handed at the supervised positions.
-        selected_token_ids: ``[D]`` int64, target id of each draft id.
-        selected_token_mask: ``[V]`` bool, true at the ids in the draft vocabulary.
-
-    Returns:
-        ``target_probs`` ``[P, D]`` float32 and ``in_draft_vocab`` ``[P]`` bool, true where the target's argmax lies
-        in the draft vocabulary.
+    Equal to AutoModel's ``_compute_target_distribution`` on the same logits: the softmax is over the draft vocabulary
+    alone, in float32.
     """
-    positions = hidden.shape[0]
-    probs = torch.empty((positions, selected_token_ids.shape[0]), dtype=torch.float32, device=hidden.device)
-    in_draft_vocab = torch.empty(positions, dtype=torch.bool, device=hidden.device)
-    for part, logits in _chunks(head, hidden, selected_token_mask):
-        in_draft_vocab[part] = selected_token_mask[logits.argmax(dim=-1)]
-        torch.softmax(logits.index_select(-1, selected_token_ids).float(), dim=-1, out=probs[part])
-        del logits
-    return probs, in_draft_vocab
+    return torch.softmax(targets.logits.float(), dim=-1)
 
 
 def _chunks(head: Head, hidden: torch.Tensor, mask: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

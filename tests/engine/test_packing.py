@@ -87,9 +87,9 @@ def test_padded_and_packed_batches_for_automodels_trainer_agree(backend):
 def test_what_nobody_needs_is_not_run(backend, monkeypatch):
     """Padding, a chat without supervision, and the tail after a chat's last supervised token."""
     seen: list[tuple[list[int], list[int]]] = []
-    forward = backend.runner.forward
+    forward = backend.source.runner.forward
     monkeypatch.setattr(
-        backend.runner,
+        backend.source.runner,
         "forward",
         lambda tokens, lengths: (seen.append((tokens.tolist(), lengths)), forward(tokens, lengths))[1],
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_eagle3_sglang.supervision import head as head_module
-from nemo_eagle3_sglang.supervision.head import draft_distribution, draft_targets
+from nemo_eagle3_sglang.supervision.head import distribution, draft_targets
 
 HIDDEN, VOCAB = 6, 41
 
@@ -30,6 +30,11 @@ def states(positions: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def mapping(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:size]
     return ids, torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)
+
+
+def draft_distribution(*args) -> tuple[torch.Tensor, torch.Tensor]:
+    targets = draft_targets(*args)
+    return distribution(targets), targets.in_draft_vocab
 
 
 def reference(head: IntegerHead, hidden: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
