@@ -151,8 +151,8 @@ def measure_quantised(name: str, stage: Stage) -> dict[str, Any]:
 def repeatable_experts() -> Iterator[None]:
     """Sum the int4 experts' products in a fixed order.
 
-    SGLang's Marlin experts add with atomics in bf16 on Hopper, so two forwards of one model differ: by
-    half of a state where the router turns. What is compared here would drown in that; ``repeat`` in the report tells how much it is.
+    SGLang's Marlin experts add with atomics in bf16 on Hopper, so two forwards of one model differ: by half of a state
+    where the router turns. What is compared here would drown in that; ``repeat`` in the report tells how much it is.
     """
     if ON_CPU:
         yield

@@ -157,20 +157,25 @@ class Head:
         processor: The model's own ``LogitsProcessor``.
         lm_head: The head that the model hands to it; the embedding where the two are tied.
         vocab_size: V; rows of ``lm_head`` past it are padding.
+
+    Attributes:
+        columns: The token ids that its logits are of: all V, or a rank's shard of them.
     """
 
     def __init__(self, processor: nn.Module, lm_head: nn.Module, vocab_size: int) -> None:
         self._processor = processor
         self._lm_head = lm_head
         self._vocab_size = vocab_size
+        shard = versions.shard_of(lm_head)
+        self.columns = range(vocab_size) if shard is None else range(shard.start, min(shard.stop, vocab_size))
         self._scale: float | None = processor.logit_scale
         self._softcap: float | None = processor.final_logit_softcapping
 
     @property
     def rows(self) -> int:
-        """Rows that the head holds, padding included; V where its weight is packed and they cannot be counted."""
+        """Rows that the head holds, padding included; as many as it claims where they cannot be counted (packed)."""
         weight = getattr(self._lm_head, "weight", None)
-        return self._vocab_size if weight is None else weight.shape[0]
+        return len(self.columns) if weight is None else weight.shape[0]
 
     @property
     def claimed_rows(self) -> set[int]:
@@ -178,11 +183,11 @@ class Head:
         return {self._processor.vocab_size, getattr(self._lm_head, "org_vocab_size", self._processor.vocab_size)}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[n, V]`` of ``hidden`` ``[n, H]``: projection, scale, trim, soft cap, in that order."""
+        """Return logits ``[n, len(columns)]`` of ``hidden`` ``[n, H]``: projection, scale, trim, soft cap."""
         logits = versions.project(self._processor, hidden, self._lm_head)
         if self._scale is not None:
             logits = logits.mul_(self._scale)
-        logits = logits[:, : self._vocab_size]
+        logits = logits[:, : len(self.columns)]
         if self._softcap:
             # In float32, as SGLang does it: a bf16 tanh would tie neighbouring logits.
             logits = torch.tanh(logits.float() / self._softcap) * self._softcap
@@ -223,6 +228,11 @@ class Capture:
     def _stream(self, output: Any) -> torch.Tensor:
         """Return the residual stream of a layer's output as a tensor of its own: later fused norms write in place."""
         hidden, residual = output[:2] if isinstance(output, tuple) else (output, None)
+        if versions.is_partial(hidden):
+            raise CaptureError(
+                "a decoder layer leaves its sum over the ranks of the target to the next layer (fused all-reduce): its "
+                "output is no hidden state. Remove flashinfer_allreduce_fusion_backend from recipe_args.sglang_args"
+            )
         if self._add_residual and residual is not None:
             return hidden + residual
         return hidden.clone()

@@ -14,7 +14,7 @@ from nemo_eagle3_sglang.contracts import AuxPlan, BackendRequest, Head, HiddenSt
 from nemo_eagle3_sglang.engine import self_check, versions
 from nemo_eagle3_sglang.engine.batch import Capacity, capacity, forward_batch, plan
 from nemo_eagle3_sglang.engine.capture import Capture
-from nemo_eagle3_sglang.engine.server_args import MEM_FRACTION_STATIC, PROBE_TOKENS, build_server_args
+from nemo_eagle3_sglang.engine.server_args import MEM_FRACTION_STATIC, PROBE_TOKENS, build_server_args, tp_size
 from nemo_eagle3_sglang.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ Result = TypeVar("Result")
 class SGLangRunner:
     """The frozen target in this process; at most one at a time, since SGLang's state is global.
 
-    Built by :meth:`build`. Works inside an initialised ``torch.distributed`` group of one process, which it leaves
-    as it was, and without one.
+    Built by :meth:`build`. Works inside an initialised ``torch.distributed`` group of as many processes as share the
+    target (``tp_size``, usually one), which it leaves as it was, and without one. Where several share it, everything
+    that runs the model is collective: all ranks call it with the same tokens, and get the same states.
     """
 
     def __init__(self, model_runner: ModelRunner, request: BackendRequest, owns_group: bool) -> None:
@@ -55,15 +56,15 @@ class SGLangRunner:
         """
         versions.check_installed()
         versions.check_none_open()
-        _check_group()
+        _check_group(tp_size(request))
         server_args = build_server_args(request)
         logging.getLogger("sglang").setLevel(server_args.log_level.upper())
         owns_group = not dist.is_initialized()
         free = torch.cuda.mem_get_info(request.device)[0] if request.device.type == "cuda" else None
         gpu_id = request.device.index or 0
         try:
-            with versions.build_environment(request.device):
-                model_runner = versions.construct(server_args, gpu_id)
+            with versions.build_environment(request.device, tp_size(request)):
+                model_runner = versions.construct(server_args, gpu_id, request.tp_rank)
             versions.check_attention(model_runner.model, server_args)
             runner = cls(model_runner, request, owns_group)
         except BaseException:
@@ -151,9 +152,17 @@ class SGLangRunner:
         """See :meth:`TargetRunner.head`."""
         return self._capture.head()
 
+    @torch.no_grad()
     def input_embeddings(self) -> torch.Tensor:
-        """See :meth:`TargetRunner.input_embeddings`. SGLang pads the rows to a multiple of 64; they are cut off."""
-        return self._capture.text_model.embedding.weight.detach()[: self.info.vocab_size]
+        """See :meth:`TargetRunner.input_embeddings`. SGLang pads the rows to a multiple of 64; they are cut off.
+
+        Gathered from the ranks that share the target, which all hold them then.
+        """
+        embedding, vocab = self._capture.text_model.embedding, self.info.vocab_size
+        weight = embedding.weight.detach()
+        if versions.shard_of(embedding) is None:
+            return weight[:vocab]
+        return versions.gather_rows(weight)[:vocab]
 
     def free_slots(self) -> int:
         """Return the KV slots that are free now; all of ``capacity.tokens`` between two forwards."""
@@ -196,9 +205,10 @@ class SGLangRunner:
         embedding, head, vocab = self._capture.text_model.embedding, self._capture.head(), self.info.vocab_size
         # An embedding may hold more tokens than the head predicts (Mllama's image token); they are past the first V.
         claimed = min(getattr(embedding, "org_vocab_size", vocab), vocab)
-        self_check.check_rows("input embedding", embedding.weight.shape[0], vocab, claimed)
+        shard, held = versions.shard_of(embedding) or range(vocab), embedding.weight.shape[0]
+        self_check.check_rows("input embedding", held, len(range(shard.start, min(shard.stop, vocab))), vocab, claimed)
         for claimed in head.claimed_rows:
-            self_check.check_rows("output head", head.rows, vocab, claimed)
+            self_check.check_rows("output head", head.rows, len(head.columns), vocab, claimed)
 
     def _check_length(self, request: BackendRequest) -> None:
         if request.seq_length > self.max_sequence_length:
@@ -236,10 +246,11 @@ class SGLangRunner:
         return self._model_runner
 
 
-def _check_group() -> None:
+def _check_group(tp: int) -> None:
     """Refuse what ``initialize_model_parallel`` would: it wants a default group of tp * pp processes."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != tp:
         raise ConfigError(
-            f"target_model_backend: sglang runs in one process, this job has {dist.get_world_size()}; "
-            "start it with --nproc-per-node 1"
+            f"target_model_backend: sglang is built in a group of {tp} processes (sglang_args.tp_size), this one has "
+            f"{world}: let it run in processes of its own, recipe_args.target_process: sidecar"
         )

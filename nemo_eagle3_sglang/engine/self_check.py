@@ -156,20 +156,21 @@ def split_served(aux: Any, hidden_size: int) -> list[torch.Tensor]:
     return list(aux)
 
 
-def check_rows(name: str, rows: int, vocab_size: int, claimed: int | None) -> None:
-    """Check that an embedding or head has the rows it claims and at least the vocabulary's.
+def check_rows(name: str, rows: int, wanted: int, vocab_size: int, claimed: int | None) -> None:
+    """Check that an embedding or head has the rows it claims and at least those of its tokens.
 
     Args:
         name: For the error.
         rows: Rows of the weight in memory.
+        wanted: Tokens that this rank holds, all of the vocabulary where the target is not sharded.
         vocab_size: V of the target's config.
         claimed: Rows without padding as SGLang's module states it, where it does.
 
     Raises:
-        CaptureError: Fewer rows than the vocabulary, or another number claimed than the config has.
+        CaptureError: Fewer rows than tokens, or another vocabulary claimed than the config has.
     """
-    if rows < vocab_size:
-        raise CaptureError(f"the target's {name} has {rows} rows, its vocabulary {vocab_size}")
+    if rows < wanted:
+        raise CaptureError(f"the target's {name} has {rows} rows, its vocabulary {wanted}")
     if claimed is not None and claimed != vocab_size:
         raise CaptureError(
             f"the target's {name} says it holds {claimed} tokens, its config {vocab_size}; rows would be cut wrongly"

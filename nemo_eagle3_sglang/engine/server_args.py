@@ -35,7 +35,7 @@ MAX_DOCUMENTS = 256
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 DTYPE_NAMES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 
-ONE_PROCESS = "the co-located target is one process on one GPU"
+LAYOUT = "the target is sharded over the GPUs of one group by tp_size (and its experts by ep_size), nothing else"
 NO_SERVER = "no server, scheduler or tokenizer runs here"
 EAGER = "every forward is a prefill that needs all hidden states"
 
@@ -46,10 +46,8 @@ OWNED: dict[str, str] = {
     "device": "it is recipe_args.device",
     **dict.fromkeys(
         (
-            "tp_size",
             "pp_size",
             "dp_size",
-            "ep_size",
             "moe_dp_size",
             "attn_cp_size",
             "dcp_size",
@@ -61,7 +59,7 @@ OWNED: dict[str, str] = {
             "enable_dp_attention",
             "enable_dp_lm_head",
         ),
-        ONE_PROCESS,
+        LAYOUT,
     ),
     **dict.fromkeys(
         (
@@ -129,6 +127,7 @@ def check_options(request: BackendRequest) -> None:
         if reason:
             raise ConfigError(f"{where}: {value!r} cannot be set, {reason}; remove it")
     _check_device(request)
+    _check_shards(request)
     _check_sizes(request)
     sglang_dtype(request.options.get("dtype"))
 
@@ -139,6 +138,27 @@ def _check_device(request: BackendRequest) -> None:
         raise ConfigError(
             "SGLANG_USE_CPU_ENGINE is set: SGLang's AMX engine is not supported here; unset it to train on a CPU"
         )
+
+
+def _check_shards(request: BackendRequest) -> None:
+    """Refuse sizes of the target's group that are no numbers, or that do not divide."""
+    for name in ("tp_size", "ep_size"):
+        size = request.options.get(name, 1)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"recipe_args.sglang_args.{name}: {size!r} is no number of GPUs; write 1, 2, 4, …")
+    tp, ep = tp_size(request), request.options.get("ep_size", 1)
+    if tp % ep:
+        raise ConfigError(
+            f"recipe_args.sglang_args.ep_size: {ep} does not divide tp_size: {tp}; experts are spread over the GPUs "
+            "of the same group"
+        )
+    if not 0 <= request.tp_rank < tp:
+        raise ConfigError(f"rank {request.tp_rank} of a target of tp_size {tp}")
+
+
+def tp_size(request: BackendRequest) -> int:
+    """Return the GPUs that share the target."""
+    return int(request.options.get("tp_size", 1))
 
 
 def _check_sizes(request: BackendRequest) -> None:
@@ -176,7 +196,10 @@ def _adapter_fields(request: BackendRequest) -> dict[str, Any]:
         "disable_piecewise_cuda_graph": True,
         "chunked_prefill_size": -1,
     }
-    single = ("tp_size", "pp_size", "dp_size", "ep_size", "nnodes")
+    if tp_size(request) > 1:
+        # The fused all-reduce leaves a layer's output unsummed until the next layer's norm, past our hooks.
+        fields["enforce_disable_flashinfer_allreduce_fusion"] = True
+    single = ("pp_size", "dp_size", "nnodes")
     names = versions.server_arg_names()
     return {k: v for k, v in {**fields, **dict.fromkeys(single, 1)}.items() if k in names}
 

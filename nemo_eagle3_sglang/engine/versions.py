@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Iterator
 from importlib import metadata
@@ -74,8 +75,8 @@ def server_arg_names() -> frozenset[str]:
     return frozenset(f.name for f in dataclasses.fields(ServerArgs) if f.init)
 
 
-def construct(server_args: ServerArgs, gpu_id: int) -> ModelRunner:
-    """Build a ``ModelRunner`` for one process and allocate its KV pool; no CUDA graphs are captured.
+def construct(server_args: ServerArgs, gpu_id: int, tp_rank: int = 0) -> ModelRunner:
+    """Build a ``ModelRunner`` for one rank and allocate its KV pool; no CUDA graphs are captured.
 
     0.5.16, 0.5.17: parallel sizes come as ``ps``, and pools and attention backends are built after the constructor.
     """
@@ -84,11 +85,21 @@ def construct(server_args: ServerArgs, gpu_id: int) -> ModelRunner:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import PortArgs
 
+    tp, ep = server_args.tp_size, server_args.ep_size
     model_runner = ModelRunner(
         model_config=ModelConfig.from_server_args(server_args),
         mem_fraction_static=server_args.mem_fraction_static,
         gpu_id=gpu_id,
-        ps=ParallelState.trivial(),
+        ps=ParallelState.trivial(
+            gpu_id=gpu_id,
+            tp_rank=tp_rank,
+            tp_size=tp,
+            attn_tp_rank=tp_rank,
+            attn_tp_size=tp,
+            # Experts are spread over the same group: SGLang's hierarchy is TP > EP > MoE-TP, innermost last.
+            moe_ep_rank=tp_rank // (tp // ep),
+            moe_ep_size=ep,
+        ),
         nccl_port=PortArgs.init_new(server_args).nccl_port,
         server_args=server_args,
     )
@@ -123,23 +134,44 @@ def _yaml_key(flag: re.Match[str]) -> str:
 
 
 @contextlib.contextmanager
-def build_environment(device: torch.device) -> Iterator[None]:
+def build_environment(device: torch.device, tp_size: int = 1) -> Iterator[None]:
     """Hold what building a runner changes in this process, and put it back.
 
-    Two things, both seen in 0.5.16 and 0.5.17: ``ModelRunner.load_model`` calls ``torch.set_num_threads(1)`` on a
-    GPU, which would slow the trainer's data path; and ``RotaryEmbedding.__init__`` imports vLLM's kernels on a host
-    without CUDA unless its module-level ``_is_cpu`` is true. That flag is read in the constructor alone.
+    Three things, all seen in 0.5.16 and 0.5.17: ``ModelRunner.load_model`` calls ``torch.set_num_threads(1)`` on a GPU,
+    which would slow the trainer's data path. ``RotaryEmbedding.__init__`` imports vLLM's kernels on a host without CUDA
+    unless its module-level ``_is_cpu`` is true; that flag is read in the constructor alone. And for a target that ranks
+    on CPUs share, SGLang wants a NUMA node each unless a variable of its own says which cores are whose (here all are
+    everybody's), and starts NCCL wherever its library is found, unless another variable names none.
     """
     from sglang.srt.layers.rotary_embedding import base as rotary
 
     threads, is_cpu = torch.get_num_threads(), rotary._is_cpu
+    variables: dict[str, str] = {}
     if device.type == "cpu":
         rotary._is_cpu = True
+        if tp_size > 1:
+            variables = {
+                "SGLANG_CPU_OMP_THREADS_BIND": "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * tp_size),
+                "SGLANG_NCCL_SO_PATH": "none: this target is on CPUs",
+            }
     try:
-        yield
+        with _variables(variables):
+            yield
     finally:
         rotary._is_cpu = is_cpu
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _variables(variables: dict[str, str]) -> Iterator[None]:
+    """Set the variables that the user has not set, and remove them again."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            del os.environ[name]
 
 
 def check_none_open() -> None:
@@ -212,6 +244,30 @@ def _pool_tensors(*pools: Any) -> set[torch.Tensor]:
         elif type(value).__module__.startswith("sglang.srt.mem_cache"):
             todo.extend(getattr(value, "__dict__", {}).values())
     return found
+
+
+def shard_of(module: torch.nn.Module) -> range | None:
+    """Return the token ids whose rows an embedding or head holds; ``None`` where it holds them all.
+
+    0.5.16, 0.5.17: ``VocabParallelEmbedding`` and its subclass ``ParallelLMHead`` pad the vocabulary to 64 rows a rank
+    and state what is theirs in ``shard_indices``.
+    """
+    shard = getattr(module, "shard_indices", None)
+    if shard is None or getattr(module, "tp_size", 1) == 1:
+        return None
+    return range(shard.org_vocab_start_index, shard.org_vocab_end_index)
+
+
+def gather_rows(weight: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all tensor-parallel ranks, one rank after another; each holds as many (0.5.16, 0.5.17)."""
+    from sglang.srt.distributed import parallel_state
+
+    return parallel_state.get_tp_group().all_gather(weight.contiguous(), dim=0)
+
+
+def is_partial(states: torch.Tensor) -> bool:
+    """Return whether ``states`` are still to be summed over the ranks (0.5.16, 0.5.17: fused into the next norm)."""
+    return bool(getattr(states, "_sglang_needs_allreduce_fusion", False))
 
 
 def check_attention(model: torch.nn.Module, server_args: ServerArgs) -> None:

@@ -28,7 +28,7 @@ def draft_targets(
     choices = torch.empty(positions, dtype=torch.int64, device=hidden.device)
     in_draft_vocab = torch.empty(positions, dtype=torch.bool, device=hidden.device)
     kept: torch.Tensor | None = None
-    for part, logits in _chunks(head, hidden, selected_token_mask):
+    for part, logits in chunks(head, hidden, selected_token_mask.shape[0]):
         in_draft_vocab[part] = selected_token_mask[logits.argmax(dim=-1)]
         if kept is None:
             kept = torch.empty((positions, width), dtype=logits.dtype, device=hidden.device)
@@ -48,18 +48,34 @@ def distribution(targets: DraftTargets) -> torch.Tensor:
     return torch.softmax(targets.logits.float(), dim=-1)
 
 
-def _chunks(head: Head, hidden: torch.Tensor, mask: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield logits ``[chunk, V]`` of consecutive positions; who drops them in time has one chunk in memory."""
-    vocab = mask.shape[0]
-    chunk = max(1, CHUNK_BYTES // (vocab * max(hidden.element_size(), 2)))
+def summarise(logits: torch.Tensor, in_draft_vocab: torch.Tensor) -> DraftTargets:
+    """Return the targets of draft-vocabulary logits ``[P, D]``, their float32 copies a chunk of positions at a time."""
+    positions, width = logits.shape
+    lse = torch.empty(positions, dtype=torch.float32, device=logits.device)
+    choices = torch.empty(positions, dtype=torch.int64, device=logits.device)
+    step = max(1, CHUNK_BYTES // (4 * max(width, 1)))
+    for start in range(0, positions, step):
+        part = slice(start, start + step)
+        choices[part] = logits[part].argmax(dim=-1)
+        lse[part] = torch.logsumexp(logits[part].float(), dim=-1)
+    return DraftTargets(logits, lse, choices, in_draft_vocab)
+
+
+def chunks(head: Head, hidden: torch.Tensor, columns: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield logits ``[chunk, columns]`` of consecutive positions; who drops them in time has one chunk in memory.
+
+    Raises:
+        ValueError: The head gives another number of columns.
+    """
+    chunk = max(1, CHUNK_BYTES // (max(columns, 1) * max(hidden.element_size(), 2)))
     for start in range(0, hidden.shape[0], chunk):
         part = slice(start, start + chunk)
-        yield part, _checked(head(hidden[part]), vocab)
+        yield part, _checked(head(hidden[part]), columns)
 
 
-def _checked(logits: torch.Tensor, vocab: int) -> torch.Tensor:
-    if logits.shape[-1] != vocab:
+def _checked(logits: torch.Tensor, columns: int) -> torch.Tensor:
+    if logits.shape[-1] != columns:
         raise ValueError(
-            f"the target's head gives {logits.shape[-1]} logits, the vocabulary mapping was made for {vocab}"
+            f"the target's head gives {logits.shape[-1]} logits, the vocabulary mapping was made for {columns}"
         )
     return logits

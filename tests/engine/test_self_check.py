@@ -140,11 +140,11 @@ def test_a_decoy_logits_processor_is_named(tmp_path, monkeypatch):
 
 def test_padded_rows_are_named():
     with pytest.raises(CaptureError, match="input embedding has 448 rows, its vocabulary 500"):
-        self_check.check_rows("input embedding", 448, 500, 448)
+        self_check.check_rows("input embedding", 448, 500, 500, 448)
     with pytest.raises(CaptureError, match="says it holds 512 tokens, its config 500"):
-        self_check.check_rows("input embedding", 512, 500, 512)
-    self_check.check_rows("input embedding", 512, 500, 500)
-    self_check.check_rows("output head", 512, 500, None)
+        self_check.check_rows("input embedding", 512, 500, 500, 512)
+    self_check.check_rows("input embedding", 512, 500, 500, 500)
+    self_check.check_rows("output head", 512, 500, 500, None)
 
 
 def test_a_padded_embedding_is_refused_at_start(tmp_path, monkeypatch):

@@ -1,0 +1,237 @@
+"""The trainer's side of the target's process."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from nemo_eagle3_sglang.contracts import (
+    AuxPlan,
+    BackendRequest,
+    DraftTargets,
+    Sequences,
+    Supervision,
+    TargetInfo,
+)
+from nemo_eagle3_sglang.errors import CaptureError, ConfigError
+from nemo_eagle3_sglang.sidecar import wire
+from nemo_eagle3_sglang.sidecar.arena import View
+from nemo_eagle3_sglang.sidecar.request import Group, to_json
+
+logger = logging.getLogger(__name__)
+
+# What torchrun tells a worker about the trainer's group, which is not the target's.
+TRAINERS_GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+# A target that has answered `close` is gone within this; one that hangs is ended.
+CLOSE_SECONDS = 30.0
+ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "CaptureError": CaptureError}
+
+
+class SidecarSource:
+    """A :class:`~nemo_eagle3_sglang.contracts.SupervisionSource` whose target runs in a process of its own.
+
+    Built by :meth:`start`. What :meth:`supervise` returns lies in the other process's memory and is valid until the
+    next call, by when everything that reads it must be enqueued on the current stream.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, device: torch.device) -> None:
+        self._process = process
+        self._sock = sock
+        self.device = device
+        self._view: View | None = None
+        self._announced = False
+        self._asked = "loading the target"
+        ready = self._answer().header
+        self.info = TargetInfo(**ready["info"])
+        self.dtype: torch.dtype = getattr(torch, ready["dtype"])
+
+    @classmethod
+    def start(
+        cls, backend: str, request: BackendRequest, group: Group | None = None, python: str | None = None
+    ) -> SidecarSource:
+        """Start the process and wait until its target is loaded.
+
+        Args:
+            backend: Registered name of the backend that the process builds.
+            request: What it is given.
+            group: The processes that share one target; by default this one alone.
+            python: Interpreter of another environment, which needs this package and the engine.
+
+        Raises:
+            ConfigError: ``python`` cannot be run, lacks this package, or the backend refuses the request.
+            CaptureError: The target's states cannot be captured with certainty.
+            RuntimeError: The process failed or ended.
+        """
+        ours, theirs = socket.socketpair()
+        os.set_inheritable(theirs.fileno(), True)
+        try:
+            process = subprocess.Popen(
+                [python or sys.executable, "-m", "nemo_eagle3_sglang.sidecar", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                env=_environment(python),
+                stdin=subprocess.DEVNULL,
+                # Standard output is for what a command is asked for; whatever the engine prints is a log.
+                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else None,
+            )
+        except OSError as error:
+            ours.close()
+            raise ConfigError(f"recipe_args.sglang_python: {python!r} cannot be run: {error}") from error
+        finally:
+            theirs.close()
+        try:
+            wire.send(ours, to_json(backend, request, group or Group()))
+            return cls(process, ours, request.device)
+        except wire.PeerGone as error:
+            status = process.wait()
+            raise ConfigError(
+                f"recipe_args.sglang_python: {python or sys.executable} ended with status {status} before it began; "
+                f"does `{python or 'python'} -m nemo_eagle3_sglang.sidecar` know this package and the engine?"
+            ) from error
+        except BaseException:
+            _end(process)
+            raise
+
+    def set_aux_layers(self, aux_layer_ids: Sequence[int]) -> None:
+        """See :meth:`TargetRunner.set_aux_layers`."""
+        self._ask("choosing the aux layers", {"op": "aux", "ids": list(aux_layer_ids)})
+
+    def plan_aux_layers(self, aux_layer_ids: Sequence[int]) -> AuxPlan | None:
+        """Return the engine's own plan, or None where it makes none; see :class:`TargetRunner`."""
+        answer = self._ask("planning the aux layers", {"op": "plan", "ids": list(aux_layer_ids)})
+        return AuxPlan(**answer.header["plan"]) if answer.header["plan"] else None
+
+    def set_vocab_mapping(self, selected_token_ids: torch.Tensor, selected_token_mask: torch.Tensor) -> None:
+        """See :meth:`SupervisionSource.set_vocab_mapping`."""
+        arrays = [selected_token_ids.cpu().numpy(), selected_token_mask.cpu().numpy()]
+        header = {"op": "vocab", "sizes": [len(a) for a in arrays]}
+        self._ask("setting the draft vocabulary", header, wire.pack(*arrays))
+
+    def supervise(self, sequences: Sequences) -> Supervision:
+        """See :meth:`SupervisionSource.supervise`. No host waits for a device; the streams wait for each other."""
+        arrays = (sequences.tokens, sequences.lengths, sequences.supervised)
+        header: dict[str, Any] = {"op": "supervise", "sizes": [len(a) for a in arrays]}
+        if self._view is not None:
+            self._view.release()
+            if not self._announced:
+                header["free"], self._announced = self._view.free_handle, True
+        answer = self._ask(f"a micro-batch of {len(sequences.tokens)} tokens", header, wire.pack(*arrays))
+        if "arena" in answer.header:
+            self._view, self._announced = View(answer.header["arena"], answer.fd, self.device), False
+        assert self._view is not None
+        tensors = self._view.read(answer.header["places"])
+        return Supervision(aux=tensors.pop("aux"), targets=DraftTargets(**tensors))
+
+    def input_embeddings(self) -> torch.Tensor:
+        """Return the input embedding ``[V, H]``, a copy in this process."""
+        answer = self._ask("reading the embeddings", {"op": "embeddings"})
+        view = View(answer.header["arena"], answer.fd, self.device)
+        weight = view.read(answer.header["places"])["weight"].clone()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        wire.send(self._sock, {"op": "release"})
+        return weight
+
+    def close(self) -> None:
+        """End the process; where several share the target, when all have come here."""
+        if self._process.poll() is None:
+            with contextlib.suppress(wire.PeerGone, RuntimeError):
+                self._ask("closing", {"op": "close"})
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_SECONDS)
+        self._sock.close()
+        _end(self._process)
+
+    def _ask(self, what: str, header: dict[str, Any], body: bytes = b"") -> wire.Frame:
+        self._asked = what
+        try:
+            wire.send(self._sock, header, body)
+        except wire.PeerGone as error:
+            self._gone(error)
+        return self._answer()
+
+    def _answer(self) -> wire.Frame:
+        try:
+            frame = wire.receive(self._sock)
+        except wire.PeerGone as error:
+            if self._asked == "loading the target" and self._process.wait() == 1:
+                raise
+            self._gone(error)
+        if kind := frame.header.get("error"):
+            raise ERRORS.get(kind, RuntimeError)(frame.header["message"])
+        return frame
+
+    def _gone(self, error: Exception) -> NoReturn:
+        status = self._process.wait()
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        raise RuntimeError(f"the target's process {how} while {self._asked}; see its own error above") from error
+
+
+def _environment(python: str | None) -> dict[str, str]:
+    """Return the child's environment: without the trainer's group; with this package where it is the same Python."""
+    kept = {k: v for k, v in os.environ.items() if k not in TRAINERS_GROUP and not k.startswith("TORCHELASTIC_")}
+    if python:
+        # The search path of one environment is the wrong libraries for another.
+        kept.pop("PYTHONPATH", None)
+        return kept
+    root = str(Path(__file__).resolve().parents[2])
+    kept["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return kept
+
+
+def _has_descriptor(stream: Any) -> bool:
+    try:
+        stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that did not end by itself."""
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def target_group(tp: int, device: torch.device, timeout_s: float) -> tuple[Group, Any]:
+    """Return this rank's place among the ``tp`` ranks that share a target, and what must be kept alive for them.
+
+    Neighbouring ranks share one, so that a group lies within a host where it can. Its first rank opens a store on a
+    free port, and all ranks are told where; a group on one host meets on loopback.
+
+    Args:
+        tp: Processes of a group; divides the world.
+        device: Where the trainer's group exchanges tensors.
+        timeout_s: How long a rank may keep the others of its group waiting.
+
+    Raises:
+        ConfigError: The trainer's processes cannot be divided into groups of ``tp``.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if world % tp:
+        raise ConfigError(
+            f"recipe_args.sglang_args.tp_size: {tp} GPUs share a target, this job has {world} processes; start it "
+            f"with --nproc-per-node {tp} or a multiple"
+        )
+    if tp == 1:
+        return Group(timeout_s=timeout_s), None
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) % tp == 0
+    host = "127.0.0.1" if local else socket.gethostbyname(socket.gethostname())
+    store = dist.TCPStore(host, 0, None, True, wait_for_workers=False) if rank % tp == 0 else None
+    mine = torch.tensor([int(ipaddress.IPv4Address(host)), store.port if store else 0], device=device)
+    places = torch.empty((world, 2), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(places.view(-1), mine)
+    address, port = places[rank - rank % tp].tolist()
+    return Group(rank % tp, tp, str(ipaddress.IPv4Address(address)), port, timeout_s), store
