@@ -86,18 +86,46 @@ class RunMeter:
             part, start, end = self._spans.popleft()
             self._seconds[part] += start.elapsed_time(end) / 1e3
 
-    def resume(self, step: int) -> None:
-        """Go on counting tokens where the run that wrote ``metrics.jsonl`` stood at ``step``."""
-        if self._path is None or step == 0 or not self._path.exists():
-            return
-        for line in self._path.read_text(encoding="utf-8").splitlines():
+    @property
+    def tokens(self) -> int:
+        """Real tokens that the run has been trained on, those before it was resumed included."""
+        return self._tokens_total
+
+    def resume(self, step: int, tokens: int | None = None, evaluated: bool = True) -> None:
+        """Go on where the run that wrote ``metrics.jsonl`` stood at ``step``.
+
+        What it logged after that comes a second time, so that those lines are moved to ``metrics.superseded.jsonl``.
+
+        Args:
+            step: Optimizer step of the checkpoint; 0 for a run from the start.
+            tokens: :attr:`tokens` at the checkpoint; ``None`` takes them from the last line before it.
+            evaluated: Whether an evaluation at ``step`` came before the checkpoint, so that there will be none again.
+        """
+        if self._path is not None and self._path.exists():
+            self._supersede(self._path, step, evaluated)
+        self._tokens_total = self._tokens_total if tokens is None else tokens
+
+    def _supersede(self, path: Path, step: int, evaluated: bool) -> None:
+        kept, rest = [], []
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:
                 # A run that was killed while it wrote.
                 continue
-            if record["step"] <= step:
-                self._tokens_total = record["tokens"]
+            if record["step"] > step or (record["step"] == step and "val/loss" in record and not evaluated):
+                rest.append(line)
+                continue
+            kept.append(line)
+            self._tokens_total = record["tokens"]
+        if not rest:
+            return
+        logger.info("%d lines of %s are after step %d and move to metrics.superseded.jsonl", len(rest), path, step)
+        with path.with_name("metrics.superseded.jsonl").open("a", encoding="utf-8") as sink:
+            sink.writelines(rest)
+        whole = path.with_name(path.name + ".new")
+        whole.write_text("".join(kept), encoding="utf-8")
+        whole.replace(path)
 
     def restart(self) -> None:
         """Start a window, so that set-up and evaluation are not counted as training time."""

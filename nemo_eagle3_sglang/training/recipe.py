@@ -34,7 +34,7 @@ from nemo_eagle3_sglang.contracts import AuxPlan, BackendRequest, TargetRunner
 from nemo_eagle3_sglang.errors import ConfigError
 from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
 from nemo_eagle3_sglang.supervision.backend import RunnerBackend
-from nemo_eagle3_sglang.training import chat_data, draft_registry, preflight
+from nemo_eagle3_sglang.training import chat_data, draft_registry, preflight, resume
 from nemo_eagle3_sglang.training.export import make_servable, serve_command
 from nemo_eagle3_sglang.training.flops import StepFlops, peak_flops
 from nemo_eagle3_sglang.training.meter import RunMeter, TimedLoader
@@ -69,6 +69,7 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         self._backend = config.recipe_args.target_model_backend
         self.target_wrapper = None
         self._aux_plan: AuxPlan | None = None
+        self._position: resume.Position | None = None
         draft = check_run(config)
         trainer = preflight.choose_trainer(config, DRAFTS.is_llama(draft))
         device = preflight.check_device(config.recipe_args.device)
@@ -131,6 +132,13 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         loader = super()._build_train_dataloader(data_path, split)
         if self.tokenizer.pad_token_id == 0 and hasattr(loader.dataset, "pad_token_id"):
             loader.dataset.pad_token_id = 0
+        args = self.cfg.recipe_args
+        loader = resume.resumable(
+            loader,
+            seed=args.get("shuffle_seed", 42),
+            accumulation=args.get("grad_accumulation_steps", 1),
+            step=lambda: self.runtime.global_step,
+        )
         return TimedLoader(loader, self.meter)
 
     def _forward_batch(self, batch: dict[str, torch.Tensor], target_batch: Any = None) -> Any:
@@ -156,13 +164,27 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
     def _make_progress_bar(self, total: int | None = None, initial: int = 0) -> Any:
         """Keep AutoModel's bar, so that tokens/s and the accept length can be shown on it."""
         self.meter.bar = super()._make_progress_bar(total=total, initial=initial)
-        self.meter.resume(initial)
+        evaluated = self._position is None or not self._position.epoch_done
+        self.meter.resume(initial, self._position and self._position.tokens, evaluated)
         self.meter.restart()
         return self.meter.bar
 
     def _wandb_log(self, data: dict[str, Any], step: int) -> None:
         """Take every log point (AutoModel calls this on rank 0 whether W&B is on or not)."""
         super()._wandb_log(self.meter.log(data, step), step)
+
+    def _save_extra_state(self, path: str, epoch: int) -> None:
+        """Write the position in the data as well; AutoModel publishes a checkpoint only when this is through."""
+        super()._save_extra_state(path, epoch)
+        # A cached target's loader (cached_target_path) is AutoModel's own, and starts a resumed epoch afresh.
+        if isinstance(sampler := self.train_dataloader.sampler, resume.ResumableSampler):
+            resume.write(Path(path), sampler.position(epoch, self.meter.tokens))
+
+    def _load_extra_state(self, ckpt_dir: str) -> None:
+        """Go on in the data where the checkpoint stands."""
+        super()._load_extra_state(ckpt_dir)
+        if isinstance(sampler := self.train_dataloader.sampler, resume.ResumableSampler):
+            self._position = resume.restore(Path(ckpt_dir), sampler)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save, unless the draft holds inf or nan: such a checkpoint would be resumed and served like any other.
@@ -183,7 +205,8 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
     def run_train_validation_loop(self) -> None:
         """Train, then say what came out, where it is and how to serve it."""
         start = self.runtime.global_step
-        if start and self.total_optim_steps <= start and self._resume_epoch < self.num_epochs:
+        trained_epochs = self._resume_epoch + (self._position is not None and self._position.epoch_done)
+        if start and self.total_optim_steps <= start and trained_epochs < self.num_epochs:
             self._finalize_training()
             raise ConfigError(
                 f"the checkpoint in recipe_args.output_dir is at step {start}, past the {self.total_optim_steps} steps "

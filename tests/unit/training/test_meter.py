@@ -306,3 +306,49 @@ def test_an_evaluation_of_the_target_is_in_no_window(clock):
     meter.log({"val/loss": 2.0}, 1)
     clock.now += 1
     assert meter.log(point(3.0), 2)["train/time_target"] == 0
+
+
+def test_steps_that_come_again_are_in_the_file_once(tmp_path):
+    """Killed at step 3, after a checkpoint of step 2."""
+    path = tmp_path / "metrics.jsonl"
+    first = RunMeter(path)
+    for step in range(1, 4):
+        first.count(100)
+        first.log(point(4.0 - step), step)
+        first.log({"val/loss": 9.0 - step}, step)
+    with path.open("a") as sink:
+        sink.write('{"step": 4, "tok')
+    second = RunMeter(path)
+    second.resume(2, tokens=210)
+    second.count(100)
+    second.log(point(1.5), 3)
+    assert [(line["step"], line.get("train/loss", line.get("val/loss"))) for line in lines(path)] == [
+        *[(1, 3.0), (1, 8.0), (2, 2.0), (2, 7.0)],
+        (3, 1.5),
+    ]
+    assert lines(path)[-1]["tokens"] == 310, "as the checkpoint says; its own line may be missing"
+    superseded = lines(tmp_path / "metrics.superseded.jsonl")
+    assert [line["step"] for line in superseded] == [3, 3]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.superseded.jsonl"]
+
+
+def test_an_evaluation_that_comes_again_is_in_the_file_once(tmp_path):
+    """The checkpoint of an epoch's last step is made before the epoch's evaluation."""
+    path = tmp_path / "metrics.jsonl"
+    for evaluated in (True, False):
+        path.unlink(missing_ok=True)
+        first = RunMeter(path)
+        first.log(point(3.0), 2)
+        first.log({"val/loss": 2.0}, 2)
+        RunMeter(path).resume(2, evaluated=evaluated)
+        assert ["val/loss" in line for line in lines(path)] == [False, True][: 1 + evaluated]
+
+
+def test_a_run_from_the_start_leaves_an_earlier_one_aside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    RunMeter(path).log(point(3.0), 1)
+    second = RunMeter(path)
+    second.resume(0)
+    second.log(point(2.0), 1)
+    assert [line["train/loss"] for line in lines(path)] == [2.0]
+    assert [line["train/loss"] for line in lines(tmp_path / "metrics.superseded.jsonl")] == [3.0]
