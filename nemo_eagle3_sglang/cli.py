@@ -46,17 +46,24 @@ def _add_train(commands: Any) -> None:
     parser = _add_command(
         commands,
         "train",
-        "train a draft as CONFIG says, on a GPU or a CPU",
+        "train a draft as CONFIG says, on GPUs or a CPU",
         f"""\
 examples:
   {PROGRAM} train recipes/llama_eagle3_sglang.yaml
   {PROGRAM} train recipes/llama_eagle3_sglang.yaml --recipe_args.num_epochs=1 --recipe_args.seq_length=1024
+  {PROGRAM} train recipes/llama_eagle3_sglang.yaml --nproc-per-node 2
+  torchrun --nproc-per-node 2 -m nemo_eagle3_sglang train recipes/llama_eagle3_sglang.yaml
 
-The same as `automodel CONFIG`, without AutoModel's launcher and without this package's start-up line.""",
+The same as `automodel CONFIG`, without AutoModel's launcher and without this package's start-up line.
+Exit status: 0, 2 when the user can mend what is wrong, 1 for any other failure.""",
     )
     _add_config(parser)
     parser.add_argument(
-        "--nproc-per-node", "--nproc_per_node", type=int, metavar="N", help="processes; only 1 is supported so far"
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=int,
+        metavar="N",
+        help="processes on this host (default: one a GPU)",
     )
     parser.set_defaults(handler=_train, takes_overrides=True)
 
@@ -116,8 +123,8 @@ Choose one with recipe_args.target_model_backend. Read from the distributions' m
     parser.set_defaults(handler=_backends, takes_overrides=False)
 
 
-def _train(args: Namespace, rest: list[str]) -> None:
-    launch.run(args.config, rest, nproc_per_node=args.nproc_per_node)
+def _train(args: Namespace, rest: list[str]) -> int:
+    return launch.run(args.config, rest, nproc_per_node=args.nproc_per_node)
 
 
 def _validate(args: Namespace, rest: list[str]) -> None:

@@ -3,9 +3,9 @@
 Python runs that line at every start. It looks at the name of the program and stops there unless this is ``automodel``,
 ``am`` or ``python -m nemo_automodel.cli.app`` (as torchrun starts it); ``NEMO_EAGLE3_SGLANG_NO_HOOK=1`` stops it there
 too. Only then is this module imported, and :func:`install` changes one thing: the module ``nemo_automodel.cli.app``,
-once it is loaded, asks :func:`nemo_eagle3_sglang.training.launch.main` first. That runs the commands that are ours in
-this process and leaves every other to AutoModel. The form ``automodel finetune llm -c X.yaml`` of AutoModel before 0.4,
-which 0.6 reads as a file named "finetune", is turned into ``automodel X.yaml`` on the way.
+once it is loaded, asks :func:`nemo_eagle3_sglang.training.launch.main` first. That runs the commands that are ours,
+here or in workers that it starts, and leaves every other to AutoModel. The form ``automodel finetune llm -c X.yaml`` of
+AutoModel before 0.4, which 0.6 reads as a file named "finetune", is turned into ``automodel X.yaml`` on the way.
 
 Why not ship a script named ``automodel``? AutoModel owns that name: when two distributions install the same file, the
 installer and the order decide which one stays (uv kept AutoModel's each time), and uninstalling one takes the other's.

@@ -19,6 +19,7 @@ from importlib.metadata import distribution, version
 from pathlib import Path
 
 import pytest
+import stub_recipe
 import tiny_models
 import yaml
 
@@ -215,13 +216,19 @@ def test_torchrun_workers_reach_our_launcher(environment, configs):
     app = ["--nproc-per-node", "2", "-m", "nemo_automodel.cli.app", configs["stock"]]
     done = environment.program("python", "-m", "torch.distributed.run", "--standalone", *app, check=False)
     assert done.returncode == 1
-    assert "error: WORLD_SIZE=2 in the environment" in done.stderr
+    assert done.stderr.count(f"error: {configs['stock']}: ") == 1
+
+
+def test_several_processes_in_every_environment(environment, tmp_path):
+    config, env = stub_recipe.write(tmp_path)
+    done = environment.program("automodel", "finetune", "llm", "-c", config, "--nproc-per-node", "2", **env)
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 at 127.0.0.1: out" for rank in (0, 1)]
 
 
 def refused_by_our_launcher(environment, command):
-    done = environment.program(*command, "--nproc-per-node", "2", check=False)
+    done = environment.program(*command, "--nproc-per-node", "0", check=False)
     assert done.returncode == 2, done.stderr
-    assert "error: --nproc-per-node 2: several processes are not supported yet" in done.stderr
+    assert "error: --nproc-per-node 0: write how many processes to start" in done.stderr
     assert "Traceback" not in done.stderr
 
 

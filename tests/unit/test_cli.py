@@ -37,9 +37,16 @@ def test_train_reports_a_config_error(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: data_dir: 'x' does not exist\n"
 
 
-def test_train_refuses_several_processes(capsys):
-    assert cli.main(["train", "x.yaml", "--nproc-per-node=2"]) == 2
-    assert "several processes are not supported yet" in capsys.readouterr().err
+def test_train_returns_the_status_of_its_workers(monkeypatch):
+    monkeypatch.setattr(launch, "run", lambda *args, **kwargs: 130)
+    assert cli.main(["train", "x.yaml", "--nproc-per-node=2"]) == 130
+
+
+def test_module_is_the_same_command():
+    command = [sys.executable, "-m", "nemo_eagle3_sglang", "train", "x.yaml", "--nproc-per-node=0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.partition(":")[0]) == (2, "error")
+    assert "--nproc-per-node 0" in done.stderr
 
 
 def test_validate_prints_the_resolved_config(monkeypatch, capsys):
