@@ -23,11 +23,11 @@ from nemo_eagle3_sglang.training.recipe import TrainEagle3SGLangRecipe
 class Mortal(TrainEagle3SGLangRecipe):
     die_at: int | None = None
 
-    def _maybe_run_decode_eval(self, **kwargs: Any) -> None:
-        # AutoModel calls it on every rank behind each log point.
+    def _maybe_run_regen(self) -> None:
+        # AutoModel calls it on every rank behind a step's checkpoint and log point.
         if self.runtime.global_step == self.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        super()._maybe_run_decode_eval(**kwargs)
+        super()._maybe_run_regen()
 
 
 def train(run: dict[str, Any], rank: int, port: int) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import tiny_models
 
-pytestmark = pytest.mark.slow
+# Seven runs after one import: a minute on an idle machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 pytest.importorskip("nemo_automodel", reason="the recipe is AutoModel's")
 
 RUNS = Path(__file__).parents[1] / "resumed_runs.py"
@@ -59,7 +60,7 @@ def run(folder: Path, name: str, *plan: dict[str, Any]) -> tuple[list[list[int]]
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=580,
         env=env | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -94,9 +95,11 @@ def logs(folder: Path) -> dict[int, str]:
     for step in DEATHS:
         for die_at in (step, None):
             plan.append({"config": config_of(folder, f"killed{step}"), "die_at": die_at, "ranks": 1})
+    # And one that has nothing left to do: its last checkpoint is of the last step, not of the last epoch's end.
+    plan.append({"config": config_of(folder, "whole"), "die_at": None, "ranks": 1})
     codes, logs = run(folder, "plan", *plan)
-    assert codes == [[0], *[[-signal.SIGKILL], [0]] * len(DEATHS)], "\n".join(logs)[-6000:]
-    return {step: logs[2 + 2 * i] for i, step in enumerate(DEATHS)}
+    assert codes == [[0], *[[-signal.SIGKILL], [0]] * len(DEATHS), [0]], "\n".join(logs)[-6000:]
+    return {step: logs[2 + 2 * i] for i, step in enumerate(DEATHS)} | {0: logs[1 + 2 * len(DEATHS)]}
 
 
 @pytest.mark.parametrize("step", DEATHS)
@@ -128,3 +131,7 @@ def test_the_log_says_where_the_data_go_on(logs):
     assert "Epoch 0 goes on behind its first 12 rows" in logs[3]
     assert f"Epoch 0 goes on behind its first {ROWS} rows" in logs[5], "only the evaluation of epoch 0 is left"
     assert "Epoch 1 goes on behind its first 12 rows" in logs[7]
+
+
+def test_a_finished_run_trains_nothing_more(logs):
+    assert f"Nothing was trained: all {EPOCHS} epochs were done before, at step {STEPS}" in logs[0]
