@@ -1,8 +1,8 @@
 """All that the YAML can say, each key documented where it is declared.
 
 Keys and defaults are those of nemo-automodel 0.6.0's EAGLE-3 recipe, so that its own YAML files are read unchanged;
-only ``device``, ``capture``, ``self_check``, ``kv_pool``, ``draft_config``, ``trainer`` and ``<backend>_args`` of a
-registered backend (all under ``recipe_args``) are this package's. Keys that no
+only ``device``, ``capture``, ``self_check``, ``kv_pool``, ``target_process``, ``sglang_python``, ``draft_config``,
+``trainer`` and ``<backend>_args`` of a registered backend (all under ``recipe_args``) are this package's. Keys that no
 code would read are errors. Checks that need a file, a model or a device are made by the parts that open them.
 """
 
@@ -289,6 +289,11 @@ class RecipeArgs(Section):
     """SGLang's KV pool. ``half``: SGLang's weights and pool take ``sglang_args.mem_fraction_static``, half of the free
     memory. ``auto``: the pool holds one micro-batch, the rest is the draft's; ``mem_fraction_static``, then 0.9, only
     bounds what SGLang may take, and ``max_total_tokens`` is refused beside it."""
+    target_process: Literal["auto", "inline", "sidecar"] = "auto"
+    """Where the target runs. ``inline``: in the training process. ``sidecar``: in a process of its own on the same GPU.
+    ``auto``: inline in a job of one process, a sidecar where SGLang needs one (several processes, ``tp_size``)."""
+    sglang_python: str | None = None
+    """Python interpreter of another environment for the target's process, with this package and sglang in it."""
     sglang_args: Args = Field(default_factory=dict)
     """SGLang ServerArgs; names are checked against the installed release."""
     vllm_args: Args = Field(default_factory=dict)

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 TRAINERS_GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 # A target that has answered `close` is gone within this; one that hangs is ended.
 CLOSE_SECONDS = 30.0
+LOADING = "loading the target"
 ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "CaptureError": CaptureError}
 
 
@@ -52,7 +53,7 @@ class SidecarSource:
         self.device = device
         self._view: View | None = None
         self._announced = False
-        self._asked = "loading the target"
+        self._asked = LOADING
         ready = self._answer().header
         self.info = TargetInfo(**ready["info"])
         self.dtype: torch.dtype = getattr(torch, ready["dtype"])
@@ -75,16 +76,8 @@ class SidecarSource:
             RuntimeError: The process failed or ended.
         """
         ours, theirs = socket.socketpair()
-        os.set_inheritable(theirs.fileno(), True)
         try:
-            process = subprocess.Popen(
-                [python or sys.executable, "-m", "nemo_eagle3_sglang.sidecar", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                env=_environment(python),
-                stdin=subprocess.DEVNULL,
-                # Standard output is for what a command is asked for; whatever the engine prints is a log.
-                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else None,
-            )
+            process = spawn(theirs, python, request.device)
         except OSError as error:
             ours.close()
             raise ConfigError(f"recipe_args.sglang_python: {python!r} cannot be run: {error}") from error
@@ -144,9 +137,14 @@ class SidecarSource:
         return weight
 
     def close(self) -> None:
-        """End the process; where several share the target, when all have come here."""
-        if self._process.poll() is None:
-            with contextlib.suppress(wire.PeerGone, RuntimeError):
+        """End the process.
+
+        Ranks that share a target leave it together: the process goes on taking part until all have come here. Not where
+        an error is on its way up: the others may never come, so that the process is ended at once.
+        """
+        if self._process.poll() is None and sys.exc_info()[0] is None:
+            self._sock.settimeout(CLOSE_SECONDS)
+            with contextlib.suppress(wire.PeerGone, RuntimeError, TimeoutError):
                 self._ask("closing", {"op": "close"})
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLOSE_SECONDS)
@@ -165,7 +163,8 @@ class SidecarSource:
         try:
             frame = wire.receive(self._sock)
         except wire.PeerGone as error:
-            if self._asked == "loading the target" and self._process.wait() == 1:
+            if self._asked == LOADING and self._process.wait() in (1, 2):
+                # Python's own status where there is no such module, or no such interpreter's library.
                 raise
             self._gone(error)
         if kind := frame.header.get("error"):
@@ -178,9 +177,29 @@ class SidecarSource:
         raise RuntimeError(f"the target's process {how} while {self._asked}; see its own error above") from error
 
 
-def _environment(python: str | None) -> dict[str, str]:
+def spawn(theirs: socket.socket, python: str | None, device: torch.device) -> subprocess.Popen[bytes]:
+    """Start the target's process at the other end of ``theirs``.
+
+    Raises:
+        OSError: ``python`` cannot be run.
+    """
+    os.set_inheritable(theirs.fileno(), True)
+    return subprocess.Popen(
+        [python or sys.executable, "-m", "nemo_eagle3_sglang.sidecar", str(theirs.fileno()), str(os.getpid())],
+        pass_fds=[theirs.fileno()],
+        env=_environment(python, device),
+        stdin=subprocess.DEVNULL,
+        # Standard output is for what a command is asked for; whatever the engine prints is a log.
+        stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else None,
+    )
+
+
+def _environment(python: str | None, device: torch.device) -> dict[str, str]:
     """Return the child's environment: without the trainer's group; with this package where it is the same Python."""
     kept = {k: v for k, v in os.environ.items() if k not in TRAINERS_GROUP and not k.startswith("TORCHELASTIC_")}
+    if device.type == "cpu":
+        # SGLang compiles the embedding of a sharded target, on a CPU a minute for nothing.
+        kept.setdefault("TORCHDYNAMO_DISABLE", "1")
     if python:
         # The search path of one environment is the wrong libraries for another.
         kept.pop("PYTHONPATH", None)

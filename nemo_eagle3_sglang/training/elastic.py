@@ -69,8 +69,8 @@ def start_workers(processes: int, arguments: Sequence[str], config_error_status:
             return 128 + error.sigval
         except RendezvousConnectionError as error:
             raise ConfigError(
-                f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}: the processes cannot meet there ({error}); unset "
-                "MASTER_ADDR and MASTER_PORT, then they meet on this host at a free port"
+                f"the processes cannot meet: {error.__cause__ or error}; unset MASTER_ADDR, MASTER_PORT and PET_…, then "
+                f"they meet at {LOOPBACK} and a free port"
             ) from error
     return 0
 
@@ -109,10 +109,11 @@ def _rendezvous() -> list[str]:
         return []
     address = os.environ.get("MASTER_ADDR") or LOOPBACK
     port = os.environ.get("MASTER_PORT") or "0"
-    _check_port_is_free(port)
+    _check_can_meet(address, port)
     return [
         "--nnodes=1",
         "--rdzv-backend=c10d",
+        "--rdzv-conf=is_host=1",
         f"--rdzv-endpoint={f'[{address}]' if ':' in address else address}:{port}",
         # Workers would else be told this host's full name, which a container often cannot resolve.
         f"--local-addr={address}",
@@ -120,17 +121,29 @@ def _rendezvous() -> list[str]:
     ]
 
 
-def _check_port_is_free(port: str) -> None:
-    """Raise ``ConfigError`` unless ``MASTER_PORT`` can be listened at: torchrun would join the job that does."""
+def _check_can_meet(address: str, port: str) -> None:
+    """Raise ``ConfigError`` unless this host can listen there; torchrun takes two minutes to find that out.
+
+    On a port where something listens already it would even join that job.
+    """
+    problem: Exception = OSError("no address")
     try:
-        # As TCPStore binds: a connection of a job before this one that is still closing does not count.
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", int(port)))
+        found = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"MASTER_PORT={port} cannot be listened at on this host ({error}); unset it, then a free port is chosen"
-        ) from error
+        found, problem = [], error
+    for family, kind, protocol, _, where in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                # As TCPStore does: connections of an ended job that still time out do not count.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+            return
+        except (OSError, OverflowError) as error:
+            problem = error
+    raise ConfigError(
+        f"MASTER_ADDR={address}, MASTER_PORT={port}: the processes are started on this host and cannot meet there "
+        f"({problem}); unset both, then they meet at {LOOPBACK} and a free port"
+    ) from problem
 
 
 def _hush_torchrun() -> None:

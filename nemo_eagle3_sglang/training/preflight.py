@@ -27,14 +27,9 @@ from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
 logger = logging.getLogger(__name__)
 
 
-def check_world(backend: str) -> None:
-    """Refuse a job of several processes."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise ConfigError(
-            f"target_model_backend: {backend} trains in one process, this job has WORLD_SIZE={world}; "
-            "start it with --nproc-per-node 1"
-        )
+def world_size() -> int:
+    """Return the processes of this job, as torchrun or a scheduler tells them."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_device(wanted: str) -> torch.device:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from nemo_automodel._transformers.auto_tokenizer import NeMoAutoTokenizer
 from nemo_automodel.components.checkpoint.utils import find_latest_checkpoint, resolve_restore_from_to_checkpoint_dir
 from nemo_automodel.components.config.loader import ConfigNode
 from nemo_automodel.components.datasets.llm.chat_dataset import ChatDataset
-from nemo_automodel.components.speculative.eagle.core import Eagle3TrainerModule
+from nemo_automodel.components.speculative.eagle.core import Eagle3TrainerModule, simulated_accept_length
 from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3DraftModel
 from nemo_automodel.components.speculative.eagle.registry import EAGLE3_DRAFT_REGISTRY, DraftSpec
 from nemo_automodel.components.utils import flops_utils
@@ -30,11 +31,10 @@ from transformers import PretrainedConfig
 from nemo_eagle3_sglang import backends
 from nemo_eagle3_sglang.config.load import validate
 from nemo_eagle3_sglang.config.schema import Config, RecipeArgs
-from nemo_eagle3_sglang.contracts import AuxPlan, BackendRequest, TargetRunner
+from nemo_eagle3_sglang.contracts import AuxPlan, BackendRequest
 from nemo_eagle3_sglang.errors import ConfigError
-from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
 from nemo_eagle3_sglang.supervision.backend import RunnerBackend
-from nemo_eagle3_sglang.training import chat_data, draft_registry, preflight, resume
+from nemo_eagle3_sglang.training import chat_data, draft_registry, preflight, resume, target
 from nemo_eagle3_sglang.training.export import make_servable, serve_command
 from nemo_eagle3_sglang.training.flops import StepFlops, peak_flops
 from nemo_eagle3_sglang.training.meter import RunMeter, TimedLoader
@@ -73,7 +73,8 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         draft = check_run(config)
         trainer = preflight.choose_trainer(config, DRAFTS.is_llama(draft))
         device = preflight.check_device(config.recipe_args.device)
-        self.meter = RunMeter(Path(config.recipe_args.output_dir) / "metrics.jsonl", device, peak_flops(device))
+        metrics = Path(config.recipe_args.output_dir) / "metrics.jsonl" if os.environ.get("RANK", "0") == "0" else None
+        self.meter = RunMeter(metrics, device, peak_flops(device))
         self._flops: StepFlops | None = None
         # AutoModel seeds its generators after the draft has drawn its first weights: two runs would never be equal.
         torch.manual_seed(config.recipe_args.shuffle_seed)
@@ -111,16 +112,17 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         return super()._setup_online_target(recipe_cfg, target_path, draft_base_config)
 
     def _setup_sglang_target(self, recipe_cfg: ConfigNode, target_path: str) -> None:
-        """Build the selected backend's runner and put the supervision contract over it."""
+        """Open the selected backend's target and put the supervision contract over it."""
         args = validate(self.cfg.to_dict()).recipe_args
-        request = backend_request(args, torch.device(self.device), dtype=self.compute_dtype)
+        request = target.backend_request(args, torch.device(self.device), dtype=self.compute_dtype)
         self.target_model = None
-        runner = backends.load(self._backend)(request)
+        minutes = self.cfg.get("dist_env", {}).get("timeout_minutes", 30)
+        source = target.open_source(args, request, self.dist_env.world_size, 60.0 * minutes)
         try:
-            self._aux_plan = plan_aux_layers(runner, args.aux_layer_ids)
-            self.target_wrapper = RunnerBackend(runner, self._aux_plan.trained)
+            self._aux_plan = target.plan_aux_layers(source, args.aux_layer_ids)
+            self.target_wrapper = RunnerBackend(source, self._aux_plan.trained)
         except BaseException:
-            runner.close()
+            source.close()
             raise
 
     def _build_train_dataloader(self, data_path: Any, split: str | None) -> Any:
@@ -147,7 +149,8 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         The batch is still on the host, where counting and laying it out costs no synchronisation.
         """
         if self.trainer_module.training:
-            self.meter.count(int(batch["attention_mask"].sum()))
+            # Ranks get as many rows; counting each rank's own tokens would be a collective a step.
+            self.meter.count(int(batch["attention_mask"].sum()) * self.dist_env.world_size)
         if not isinstance(self.target_wrapper, RunnerBackend):
             return super()._forward_batch(batch, target_batch)
         module = self._module()
@@ -160,6 +163,29 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         with self.meter.target():
             padded = self.target_wrapper.generate_batch(**batch)
         return self.trainer_module(**padded.to_trainer_inputs())
+
+    def _run_eval(self) -> tuple[torch.Tensor, torch.Tensor, float | None] | None:
+        """Evaluate; a batch counts by its supervised positions, over all ranks.
+
+        AutoModel takes the mean of the ranks' means of batches, in which one without supervision is a loss of 0.
+        """
+        if self.val_dataloader is None or self.cfg.recipe_args.get("parallel_drafting", False):
+            return super()._run_eval()
+        self.trainer_module.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        steps = torch.zeros((2, self._module().ttt_steps), dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for batch in self.val_dataloader:
+                found = self._forward_batch(batch)
+                count = found.valid_tokens
+                sums += torch.stack((found.loss * count, found.accuracy * count, count)).double()
+                steps += torch.stack((found.step_prefix_hits, found.step_valid)).double()
+        self.trainer_module.train()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(sums)
+            torch.distributed.all_reduce(steps)
+        loss, accuracy = (sums[:2] / sums[2].clamp_min(1)).float()
+        return loss, accuracy, simulated_accept_length(*steps).item() if bool(steps[1].sum()) else None
 
     def _make_progress_bar(self, total: int | None = None, initial: int = 0) -> Any:
         """Keep AutoModel's bar, so that tokens/s and the accept length can be shown on it."""
@@ -245,43 +271,6 @@ def step_flops(args: RecipeArgs, draft: torch.nn.Module) -> StepFlops | None:
     return StepFlops(formula, config, draft)
 
 
-def backend_request(args: RecipeArgs, device: torch.device, dtype: torch.dtype) -> BackendRequest:
-    """Return what the selected backend's factory is given."""
-    return BackendRequest(
-        target=args.target_model_name_or_path,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=args.trust_remote_code,
-        # A packed row holds chats of up to its whole length.
-        seq_length=args.packed_sequence_size or args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        kv_pool=args.kv_pool,
-        capture=args.capture,
-        self_check=args.self_check,
-        options=args.backend_options(),
-    )
-
-
-def plan_aux_layers(runner: TargetRunner, aux_layer_ids: Sequence[int] | None) -> AuxPlan:
-    """Return what to train on and what to write; the engine's own plan where it makes one.
-
-    An engine that says nothing about serving is taken to be served by SGLang, which captures in ascending order
-    whatever the draft's config.json says: the draft's input columns would otherwise be permuted without any error.
-    """
-    ids = resolve_aux_layer_ids(aux_layer_ids, runner.info.num_hidden_layers)
-    planner = getattr(runner, "plan_aux_layers", None)
-    plan = planner(ids) if planner else AuxPlan(trained=sorted(ids), written=sorted(ids))
-    if plan.trained != ids:
-        logger.warning(
-            "recipe_args.aux_layer_ids: %s are trained as %s, the order in which SGLang captures them when it serves",
-            ids,
-            plan.trained,
-        )
-    if plan.written != plan.trained:
-        logger.info("Layers %s are written as %s: SGLang reads them by its own rule here", plan.trained, plan.written)
-    return plan
-
-
 def check_run(config: Config) -> draft_registry.Choice:
     """Run all checks, the cheap ones first, and return the draft; nothing is written.
 
@@ -291,7 +280,7 @@ def check_run(config: Config) -> draft_registry.Choice:
     args = config.recipe_args
     ours = preflight.is_ours(args)
     if ours:
-        preflight.check_world(args.target_model_backend)
+        process = target.choose_process(args, preflight.world_size())
         _check_features(args)
     device = preflight.check_device(args.device)
     target_config = preflight.load_target_config(args)
@@ -302,7 +291,9 @@ def check_run(config: Config) -> draft_registry.Choice:
     _check_data(args, target_config.get_text_config().vocab_size)
     if ours:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        _check_backend(backend_request(args, device, dtype), args.target_model_backend)
+        # Another environment's engine checks for itself, and may be the only one.
+        if process == "inline" or args.sglang_python is None:
+            _check_backend(target.backend_request(args, device, dtype), args.target_model_backend)
     preflight.check_output_dir(args.output_dir)
     checkpoint = config.checkpoint
     if checkpoint is not None and checkpoint.enabled and checkpoint.checkpoint_dir is not None:
