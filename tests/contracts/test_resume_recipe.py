@@ -135,3 +135,39 @@ def test_the_log_says_where_the_data_go_on(logs):
 
 def test_a_finished_run_trains_nothing_more(logs):
     assert f"Nothing was trained: all {EPOCHS} epochs were done before, at step {STEPS}" in logs[0]
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[str]:
+    """Two ranks of one row each, three micro-batches a step; or one process with the rows of both."""
+    # 10 micro-batches are 4 steps, the last of one.
+    tiny_models.write_chat(folder / "even.jsonl", 20)
+    changes = {"train_data_path": str(folder / "even.jsonl"), "grad_accumulation_steps": 3}
+
+    def part(out: str, ranks: int, die_at: int | None = None) -> dict[str, Any]:
+        config = config_of(folder, out, micro_batch_size=2 // ranks, **changes)
+        return {"config": config, "die_at": die_at, "ranks": ranks}
+
+    plan = [part("one", 1), part("two", 2)]
+    for out, then in (("two_two", 2), ("two_one", 1)):
+        plan += [part(out, 2, die_at=7), part(out, then)]
+    codes, logs = run(folder, "ranks", *plan)
+    dead = [-signal.SIGKILL] * 2
+    assert codes == [[0], [0, 0], dead, [0, 0], dead, [0]], "\n".join(logs)[-6000:]
+    return logs
+
+
+@pytest.mark.parametrize(("out", "like"), [("two_two", "two"), ("two_one", "one"), ("two", "one")])
+def test_ranks_go_on_together_or_as_one(folder: Path, ranks, out, like):
+    whole, found = points(folder, like), points(folder, out)
+    assert list(found) == list(whole) == list(range(1, STEPS + 1))
+    for number, point in whole.items():
+        for key in ("train/loss", "train/lr", "train/grad_norm"):
+            # Two ranks add up in another order than one process.
+            assert found[number][key] == pytest.approx(point[key], rel=2e-5 if out != "two_two" else 0), (number, key)
+
+
+def test_ranks_go_on_in_the_middle_of_the_epoch(ranks):
+    for log in (ranks[3], ranks[5]):
+        assert "Epoch 1 goes on behind its first 12 rows" in log
+        assert "trained on again" not in log
