@@ -69,8 +69,8 @@ def start_workers(processes: int, arguments: Sequence[str], config_error_status:
             return 128 + error.sigval
         except RendezvousConnectionError as error:
             raise ConfigError(
-                f"the processes cannot meet: {error.__cause__ or error}; unset MASTER_ADDR, MASTER_PORT and PET_…, then "
-                f"they meet at {LOOPBACK} and a free port"
+                f"the processes cannot meet: {error.__cause__ or error}; unset MASTER_ADDR, MASTER_PORT and PET_…, "
+                f"then they meet at {LOOPBACK} and a free port"
             ) from error
     return 0
 
@@ -128,17 +128,17 @@ def _check_can_meet(address: str, port: str) -> None:
     """
     problem: Exception = OSError("no address")
     try:
-        found = socket.getaddrinfo(address, int(port), type=socket.SOCK_STREAM)
-    except (OSError, ValueError, OverflowError) as error:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except OSError as error:
         found, problem = [], error
     for family, kind, protocol, _, where in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 # As TCPStore does: connections of an ended job that still time out do not count.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(where)
+                probe.bind((where[0], int(port), *where[2:]))
             return
-        except (OSError, OverflowError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             problem = error
     raise ConfigError(
         f"MASTER_ADDR={address}, MASTER_PORT={port}: the processes are started on this host and cannot meet there "

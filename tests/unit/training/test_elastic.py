@@ -56,13 +56,15 @@ def test_overrides_arrive_as_they_were_written():
 
 
 def test_address_and_port_of_the_user(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "node7")
-    assert (parsed().rdzv_endpoint, parsed().local_addr) == ("node7:0", "node7")
-    monkeypatch.setenv("MASTER_ADDR", "::1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert (parsed().rdzv_endpoint, parsed().local_addr) == ("localhost:0", "localhost")
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("MASTER_PORT", str(port))
+    assert parsed().rdzv_endpoint == f"localhost:{port}"
+    monkeypatch.setenv("MASTER_ADDR", "::1")
+    monkeypatch.setattr(elastic, "_check_can_meet", lambda *where: None)  # not every host has IPv6
     assert (parsed().rdzv_endpoint, parsed().local_addr) == (f"[::1]:{port}", "::1")
 
 
@@ -78,14 +80,22 @@ def test_a_taken_port_is_an_error(monkeypatch):
         taken.bind(("", 0))
         taken.listen()
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(ConfigError, match=r"MASTER_PORT=\d+ cannot be listened at.*unset it"):
+        with pytest.raises(ConfigError, match=r"MASTER_ADDR=127.0.0.1, MASTER_PORT=\d+: .*in use.*unset both"):
             elastic.torchrun_arguments(2, [], "logs")
 
 
 @pytest.mark.parametrize("port", ["abc", "99999999"])
 def test_a_port_that_cannot_be_is_an_error(monkeypatch, port):
     monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(ConfigError, match=f"MASTER_PORT={port} cannot be listened at"):
+    with pytest.raises(ConfigError, match=f"MASTER_PORT={port}: .*cannot meet there"):
+        elastic.torchrun_arguments(2, [], "logs")
+
+
+# The second belongs to a network for documentation, so to no host.
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "192.0.2.1"])
+def test_an_address_of_another_host_is_an_error(monkeypatch, address):
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with pytest.raises(ConfigError, match=f"MASTER_ADDR={address}, .*cannot meet there"):
         elastic.torchrun_arguments(2, [], "logs")
 
 
