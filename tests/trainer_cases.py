@@ -92,7 +92,7 @@ def draft(dtype: torch.dtype, **overrides) -> LlamaEagle3DraftModel:
 
 
 def modules(model: LlamaEagle3DraftModel, target: RunnerBackend, steps: int) -> tuple[Eagle3TrainerModule, Trainer]:
-    mapping = {"selected_token_ids": target._selected_token_ids, "selected_token_mask": target._selected_token_mask}
+    mapping = dict(zip(("selected_token_ids", "selected_token_mask"), target.source.vocab_mapping(), strict=True))
     return tuple(kind(model, ttt_steps=steps, **mapping) for kind in (Eagle3TrainerModule, Trainer))
 
 

@@ -40,65 +40,79 @@ LOADING = "loading the target"
 ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "CaptureError": CaptureError}
 
 
+class TargetDied(RuntimeError):
+    """The target's process ended without an answer."""
+
+
 class SidecarSource:
     """A :class:`~nemo_eagle3_sglang.contracts.SupervisionSource` whose target runs in a process of its own.
 
-    Built by :meth:`start`. What :meth:`supervise` returns lies in the other process's memory and is valid until the
-    next call, by when everything that reads it must be enqueued on the current stream.
+    What :meth:`supervise` returns lies in the other process's memory and is valid until the next call, by when
+    everything that reads it must be enqueued on the current stream. A process that dies while it works on a micro-batch
+    (a crash of the engine, the out-of-memory killer) is started again and asked again, once for that micro-batch; not
+    where several ranks share the target, whose processes only live together.
+
+    Args:
+        backend: Registered name of the backend that the process builds.
+        request: What it is given.
+        group: The processes that share one target; by default this one alone.
+        python: Interpreter of another environment, which needs this package and the engine.
+
+    Raises:
+        ConfigError: ``python`` cannot be run, lacks this package, or the backend refuses the request.
+        CaptureError: The target's states cannot be captured with certainty.
+        RuntimeError: The process failed or ended.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, device: torch.device) -> None:
-        self._process = process
-        self._sock = sock
-        self.device = device
+    def __init__(
+        self, backend: str, request: BackendRequest, group: Group | None = None, python: str | None = None
+    ) -> None:
+        self.device = request.device
+        self._group, self._python = group or Group(), python
+        self._start_frame = to_json(backend, request, self._group)
+        # What a process that replaces this one must be told, in order.
+        self._settings: dict[str, tuple[str, dict[str, Any], bytes]] = {}
+        self._start()
+
+    def _start(self) -> None:
+        """Start the process and wait until its target is loaded."""
+        python = self._python or sys.executable
         self._view: View | None = None
         self._announced = False
         self._asked = LOADING
-        ready = self._answer().header
-        self.info = TargetInfo(**ready["info"])
-        self.dtype: torch.dtype = getattr(torch, ready["dtype"])
-
-    @classmethod
-    def start(
-        cls, backend: str, request: BackendRequest, group: Group | None = None, python: str | None = None
-    ) -> SidecarSource:
-        """Start the process and wait until its target is loaded.
-
-        Args:
-            backend: Registered name of the backend that the process builds.
-            request: What it is given.
-            group: The processes that share one target; by default this one alone.
-            python: Interpreter of another environment, which needs this package and the engine.
-
-        Raises:
-            ConfigError: ``python`` cannot be run, lacks this package, or the backend refuses the request.
-            CaptureError: The target's states cannot be captured with certainty.
-            RuntimeError: The process failed or ended.
-        """
-        ours, theirs = socket.socketpair()
+        self._sock, theirs = socket.socketpair()
         try:
-            process = spawn(theirs, python, request.device)
+            self._process = spawn(theirs, self._python, self.device)
         except OSError as error:
-            ours.close()
+            self._sock.close()
             raise ConfigError(f"recipe_args.sglang_python: {python!r} cannot be run: {error}") from error
         finally:
             theirs.close()
         try:
-            wire.send(ours, to_json(backend, request, group or Group()))
-            return cls(process, ours, request.device)
+            wire.send(self._sock, self._start_frame)
+            ready = self._answer().header
         except wire.PeerGone as error:
-            status = process.wait()
             raise ConfigError(
-                f"recipe_args.sglang_python: {python or sys.executable} ended with status {status} before it began; "
-                f"does `{python or 'python'} -m nemo_eagle3_sglang.sidecar` know this package and the engine?"
+                f"recipe_args.sglang_python: {python} ended with status {self._process.wait()} before it began; does "
+                f"`{python} -m nemo_eagle3_sglang.sidecar` find this package and the engine?"
             ) from error
         except BaseException:
-            _end(process)
+            _end(self._process)
             raise
+        self.info = TargetInfo(**ready["info"])
+        self.dtype: torch.dtype = getattr(torch, ready["dtype"])
+
+    def _again(self, error: Exception) -> None:
+        """Replace a process that has died, and tell the new one what the old one knew."""
+        logger.warning("%s; starting it again", error)
+        self._sock.close()
+        self._start()
+        for what, header, body in self._settings.values():
+            self._ask(what, header, body)
 
     def set_aux_layers(self, aux_layer_ids: Sequence[int]) -> None:
         """See :meth:`TargetRunner.set_aux_layers`."""
-        self._ask("choosing the aux layers", {"op": "aux", "ids": list(aux_layer_ids)})
+        self._set("aux", "choosing the aux layers", {"ids": list(aux_layer_ids)})
 
     def plan_aux_layers(self, aux_layer_ids: Sequence[int]) -> AuxPlan | None:
         """Return the engine's own plan, or None where it makes none; see :class:`TargetRunner`."""
@@ -108,11 +122,23 @@ class SidecarSource:
     def set_vocab_mapping(self, selected_token_ids: torch.Tensor, selected_token_mask: torch.Tensor) -> None:
         """See :meth:`SupervisionSource.set_vocab_mapping`."""
         arrays = [selected_token_ids.cpu().numpy(), selected_token_mask.cpu().numpy()]
-        header = {"op": "vocab", "sizes": [len(a) for a in arrays]}
-        self._ask("setting the draft vocabulary", header, wire.pack(*arrays))
+        self._set("vocab", "setting the draft vocabulary", {"sizes": [len(a) for a in arrays]}, wire.pack(*arrays))
+
+    def _set(self, op: str, what: str, header: dict[str, Any], body: bytes = b"") -> None:
+        self._ask(what, {"op": op, **header}, body)
+        self._settings[op] = what, {"op": op, **header}, body
 
     def supervise(self, sequences: Sequences) -> Supervision:
         """See :meth:`SupervisionSource.supervise`. No host waits for a device; the streams wait for each other."""
+        try:
+            return self._supervise(sequences)
+        except TargetDied as error:
+            if self._group.size > 1:
+                raise
+            self._again(error)
+            return self._supervise(sequences)
+
+    def _supervise(self, sequences: Sequences) -> Supervision:
         arrays = (sequences.tokens, sequences.lengths, sequences.supervised)
         header: dict[str, Any] = {"op": "supervise", "sizes": [len(a) for a in arrays]}
         if self._view is not None:
@@ -174,7 +200,7 @@ class SidecarSource:
     def _gone(self, error: Exception) -> NoReturn:
         status = self._process.wait()
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        raise RuntimeError(f"the target's process {how} while {self._asked}; see its own error above") from error
+        raise TargetDied(f"the target's process {how} during {self._asked}; see its own error above") from error
 
 
 def spawn(theirs: socket.socket, python: str | None, device: torch.device) -> subprocess.Popen[bytes]:

@@ -99,7 +99,7 @@ def open_source(args: RecipeArgs, request: BackendRequest, world: int, timeout_s
     group, store = target_group(tp, request.device, timeout_s)
     shared = dataclasses.replace(request, tp_rank=group.rank, micro_batch_size=tp * request.micro_batch_size)
     logger.info("The target runs in a process of its own%s", f", shared by {tp} ranks" if tp > 1 else "")
-    source = SidecarSource.start(args.target_model_backend, shared, group, args.sglang_python)
+    source = SidecarSource(args.target_model_backend, shared, group, args.sglang_python)
     # All have met there by now.
     del store
     return source

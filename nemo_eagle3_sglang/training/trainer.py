@@ -69,17 +69,20 @@ class FlatTrainer:
         if not getattr(self.draft_model.config, "norm_output", False):
             states = self.draft_model.model.norm(states)
         valid = batch.in_draft_vocab.index_select(0, plan.pair_targets)
+        counts = torch.stack([mask.sum() for mask in valid.float().split(plan.pair_sizes)])
+        world = self._sum_over_ranks(counts)
         loss, choices = linear_soft_cross_entropy(
             states,
             self.draft_model.lm_head.weight,
             batch.draft_logits,
             batch.draft_lse,
             plan.pair_targets,
-            self._row_weights(valid, plan.pair_sizes),
+            self._row_weights(valid, plan.pair_sizes, counts, world),
         )
-        return self._metrics(
-            loss, valid & (choices == batch.draft_choices.index_select(0, plan.pair_targets)), valid, plan
-        )
+        correct = valid & (choices == batch.draft_choices.index_select(0, plan.pair_targets))
+        # As the loss: a mean over all ranks' positions once AutoModel has taken the mean of the ranks.
+        accuracy = correct.sum() * world / counts.sum().clamp_min(1.0)
+        return self._metrics(loss, accuracy, correct, valid, plan)
 
     def _unroll(self, batch: FlatBatch) -> list[torch.Tensor]:
         """Return the draft's state ``[R, H]`` of each chain after each step."""
@@ -132,19 +135,21 @@ class FlatTrainer:
             self._angles = cos[0], sin[0]
         return self._angles
 
-    def _row_weights(self, valid: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    def _row_weights(self, valid: torch.Tensor, sizes: list[int], counts: torch.Tensor, world: int) -> torch.Tensor:
         """Return ``[E]`` float32: the step's weight over its supervised positions.
 
         0 where the target's choice lies outside the draft vocabulary. The positions are those of all data-parallel
         ranks, so that a rank with few of them does not weigh as much as one with many.
+
+        Args:
+            valid: ``[E]``, the pairs that carry loss, by step.
+            sizes: Pairs of each step.
+            counts: ``[K]``, those that carry loss on all ranks.
+            world: Ranks. DDP takes the mean of their gradients: the share of the sum that it leaves is given back.
         """
         decay = [DECAY**k for k in range(len(sizes))]
-        masks = valid.float().split(sizes)
-        counts = torch.stack([mask.sum() for mask in masks])
-        # DDP takes the mean of the ranks' gradients: the share of the sum that a mean leaves is given back.
-        scale = self._sum_over_ranks(counts) / sum(decay)
-        counts = counts.clamp_min(1.0)
-        return torch.cat([mask * (decay[k] * scale / counts[k]) for k, mask in enumerate(masks)])
+        scale, counts = world / sum(decay), counts.clamp_min(1.0)
+        return torch.cat([mask * (decay[k] * scale / counts[k]) for k, mask in enumerate(valid.float().split(sizes))])
 
     def _sum_over_ranks(self, counts: torch.Tensor) -> int:
         """Add up ``counts`` over the trainer's ranks in place and return how many there are.
@@ -156,15 +161,16 @@ class FlatTrainer:
             dist.all_reduce(counts)
         return world
 
-    def _metrics(self, loss: torch.Tensor, correct: torch.Tensor, valid: torch.Tensor, plan: Any) -> StepMetrics:
+    def _metrics(
+        self, loss: torch.Tensor, accuracy: torch.Tensor, correct: torch.Tensor, valid: torch.Tensor, plan: Any
+    ) -> StepMetrics:
         hits = correct.new_zeros(plan.steps * plan.chains.shape[0])
         hits.index_copy_(0, plan.pairs, correct)
         prefixes = hits.view(plan.steps, -1).to(torch.int32).cumprod(dim=0).sum(dim=1)
-        count = valid.sum()
         return StepMetrics(
             loss=loss,
-            accuracy=correct.sum() / count.clamp_min(1),
-            valid_tokens=count,
+            accuracy=accuracy,
+            valid_tokens=valid.sum(),
             step_prefix_hits=prefixes,
             step_valid=_counts(plan, prefixes),
         )

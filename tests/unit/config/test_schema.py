@@ -465,6 +465,8 @@ def test_every_argument_that_automodel_reads_is_known():
         "draft_config",
         "trainer",
         "kv_pool",
+        "target_process",
+        "sglang_python",
         "hf_args",
         "<backend>_args",
         "decode_eval",
