@@ -175,7 +175,9 @@ class TargetRunner(Protocol):
 class SupervisionSource(Protocol):
     """Where supervision comes from: a runner in this process, one in another, a server, a cache.
 
-    What is returned is valid until the next call: a source may write the next micro-batch over it.
+    What is returned is valid until the next call: a source may write the next micro-batch over it. A source that runs
+    elsewhere may also have ``submit(sequences)`` and ``collect() -> Supervision``, with one micro-batch submitted
+    before the one in use has been trained on; what is collected is valid until the next ``submit`` but one.
     """
 
     info: TargetInfo

@@ -20,6 +20,8 @@ Configurations:
   ours-bf16           SGLang target, rows of 4,096 packed, micro-batch 2, this package's trainer
   ours-fp8            the same, the target's weights quantised to fp8 by SGLang
   ours-automodel      SGLang target as ours-bf16, AutoModel's trainer (trainer: automodel)
+  ours-sidecar        as ours-bf16, the target in a process of its own; memory is the trainer's alone
+  ours-sidecar-ahead  the same, the target one micro-batch ahead (target_prefetch_depth: 1)
 """
 
 from __future__ import annotations
@@ -76,7 +78,15 @@ DIMS: dict[str, dict[str, Any]] = {
 }
 # Vocabulary, hidden size and tokens of the supervision alone: a 1T model does not fit here, its head does.
 KIMI_HEAD = {"vocab": 163_840, "hidden": 7168, "tokens": 2048, "draft_vocab": 32_000}
-CONFIGS = ("automodel-default", "automodel-packed", "ours-bf16", "ours-fp8", "ours-automodel")
+CONFIGS = (
+    "automodel-default",
+    "automodel-packed",
+    "ours-bf16",
+    "ours-fp8",
+    "ours-automodel",
+    "ours-sidecar",
+    "ours-sidecar-ahead",
+)
 DEFAULT_CONFIGS = CONFIGS[:4]
 # (packed_sequence_size or 0, micro_batch_size)
 SHAPES = {"automodel-default": (0, 1), "automodel-packed": (2048, 4)}
@@ -275,11 +285,17 @@ class Child:
             kv_pool="auto",
             options={"load_format": "dummy", **options},
         )
+        ids = [1, self.config.num_hidden_layers // 2 - 1, self.config.num_hidden_layers - 4]
+        if self.name.startswith("ours-sidecar"):
+            from nemo_eagle3_sglang.sidecar.client import SidecarSource
+
+            self.pool = 0
+            return RunnerBackend(SidecarSource("sglang", request), ids)
         runner = SGLangRunner.build(request)
         cache = runner._runner().token_to_kv_pool
         sizes = cache.get_kv_size_bytes()
         self.pool = sum(sizes) if isinstance(sizes, tuple) else sizes
-        return RunnerBackend(runner, [1, self.config.num_hidden_layers // 2 - 1, self.config.num_hidden_layers - 4])
+        return RunnerBackend(runner, ids)
 
     def build_hf(self) -> Any:
         """Return AutoModel's colocated target."""
@@ -326,6 +342,7 @@ class Child:
 
     def load(self, rows: list[dict[str, list[int]]]) -> None:
         """Take other chats."""
+        self.ahead: Any = None
         self.data, self.next = batches(rows, self.packed, self.micro_batch, self.cuda), 0
 
     # Running
@@ -335,7 +352,12 @@ class Child:
         batch = self.data[self.next % len(self.data)]
         self.next += 1
         tokens = int(batch["attention_mask"].sum())
-        if self.flat:
+        if self.name == "ours-sidecar-ahead":
+            plan, self.ahead = self.ahead or self.target.submit(batch, TTT_STEPS), None
+            self.ahead = self.target.submit(self.data[self.next % len(self.data)], TTT_STEPS)
+            with self.part("target"):
+                inputs = {"batch": self.target.collect(plan)}
+        elif self.flat:
             with self.part("target"):
                 inputs = {"batch": self.target.flat_batch(batch, TTT_STEPS)}
         else:

@@ -319,7 +319,8 @@ class RecipeArgs(Section):
     remote_max_retries: Index = 3
     """Remote: attempts after the first."""
     target_prefetch_depth: Index = 0
-    """Remote: batches requested ahead of training."""
+    """Remote: batches requested ahead of training. In a process of its own (``target_process``) the target works on one
+    batch ahead, whatever number above 0 is written."""
     cached_target_path: Text | None = None
     """Folder of supervision computed beforehand; no target is loaded then."""
 

@@ -86,6 +86,12 @@ class Arena:
             self._ready.record()
         return places
 
+    def retire(self) -> None:
+        """Close an arena that has become too small, on a GPU when its reader is done with it."""
+        if self._free is not None:
+            self._free.synchronize()
+        self.close()
+
     def close(self) -> None:
         """Free the memory of this process; a reader keeps its own mapping."""
         if self.fd is not None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,6 +38,8 @@ TRAINERS_GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP
 # A target that has answered `close` is gone within this; one that hangs is ended.
 CLOSE_SECONDS = 30.0
 LOADING = "loading the target"
+# Micro-batches that are under way or in use: one is trained on, the next is computed.
+SLOTS = 2
 ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "CaptureError": CaptureError}
 
 
@@ -72,13 +75,17 @@ class SidecarSource:
         self._start_frame = to_json(backend, request, self._group)
         # What a process that replaces this one must be told, in order.
         self._settings: dict[str, tuple[str, dict[str, Any], bytes]] = {}
+        # Slot and content of what is not collected, and the slot of the next.
+        self._submitted: deque[tuple[int, Sequences]] = deque()
+        self._next_slot = 0
         self._start()
 
     def _start(self) -> None:
         """Start the process and wait until its target is loaded."""
         python = self._python or sys.executable
-        self._view: View | None = None
-        self._announced = False
+        self._views: dict[int, View] = {}
+        # Slots whose event the process knows.
+        self._announced: set[int] = set()
         self._asked = LOADING
         self._sock, theirs = socket.socketpair()
         try:
@@ -103,12 +110,17 @@ class SidecarSource:
         self.dtype: torch.dtype = getattr(torch, ready["dtype"])
 
     def _again(self, error: Exception) -> None:
-        """Replace a process that has died, and tell the new one what the old one knew."""
+        """Replace a process that has died, tell the new one what the old one knew, and submit again."""
+        if self._group.size > 1:
+            raise error
         logger.warning("%s; starting it again", error)
         self._sock.close()
         self._start()
         for what, header, body in self._settings.values():
-            self._ask(what, header, body)
+            self._tell(what, header, body)
+            self._answer()
+        for slot, sequences in self._submitted:
+            self._send(slot, sequences)
 
     def set_aux_layers(self, aux_layer_ids: Sequence[int]) -> None:
         """See :meth:`TargetRunner.set_aux_layers`."""
@@ -130,27 +142,55 @@ class SidecarSource:
 
     def supervise(self, sequences: Sequences) -> Supervision:
         """See :meth:`SupervisionSource.supervise`. No host waits for a device; the streams wait for each other."""
-        try:
-            return self._supervise(sequences)
-        except TargetDied as error:
-            if self._group.size > 1:
-                raise
-            self._again(error)
-            return self._supervise(sequences)
+        self._drop_submitted()
+        self.submit(sequences)
+        return self.collect()
 
-    def _supervise(self, sequences: Sequences) -> Supervision:
-        arrays = (sequences.tokens, sequences.lengths, sequences.supervised)
-        header: dict[str, Any] = {"op": "supervise", "sizes": [len(a) for a in arrays]}
-        if self._view is not None:
-            self._view.release()
-            if not self._announced:
-                header["free"], self._announced = self._view.free_handle, True
-        answer = self._ask(f"a micro-batch of {len(sequences.tokens)} tokens", header, wire.pack(*arrays))
+    def submit(self, sequences: Sequences) -> None:
+        """Have the target begin with a micro-batch, the second at most that is not collected.
+
+        What was collected two calls ago is written over: all that reads it must be enqueued by now.
+        """
+        if len(self._submitted) == SLOTS:
+            raise RuntimeError(f"{SLOTS} micro-batches are submitted; collect one first")
+        slot = self._next_slot
+        self._next_slot = (slot + 1) % SLOTS
+        self._submitted.append((slot, sequences))
+        try:
+            self._send(slot, sequences)
+        except TargetDied as error:
+            self._again(error)
+
+    def collect(self) -> Supervision:
+        """Return the supervision of the micro-batch that was submitted first of those that are not collected."""
+        slot, sequences = self._submitted[0]
+        self._asked = f"a micro-batch of {len(sequences.tokens)} tokens"
+        try:
+            answer = self._answer()
+        except TargetDied as error:
+            self._again(error)
+            answer = self._answer()
+        self._submitted.popleft()
         if "arena" in answer.header:
-            self._view, self._announced = View(answer.header["arena"], answer.fd, self.device), False
-        assert self._view is not None
-        tensors = self._view.read(answer.header["places"])
+            self._views[slot] = View(answer.header["arena"], answer.fd, self.device)
+            self._announced.discard(slot)
+        tensors = self._views[slot].read(answer.header["places"])
         return Supervision(aux=tensors.pop("aux"), targets=DraftTargets(**tensors))
+
+    def _send(self, slot: int, sequences: Sequences) -> None:
+        arrays = (sequences.tokens, sequences.lengths, sequences.supervised)
+        header: dict[str, Any] = {"op": "supervise", "slot": slot, "sizes": [len(a) for a in arrays]}
+        if (view := self._views.get(slot)) is not None:
+            view.release()
+            if slot not in self._announced:
+                header["free"] = view.free_handle
+                self._announced.add(slot)
+        self._tell(f"a micro-batch of {len(sequences.tokens)} tokens", header, wire.pack(*arrays))
+
+    def _drop_submitted(self) -> None:
+        """Collect what nobody will use: a data loader was left with a micro-batch under way."""
+        while self._submitted:
+            self.collect()
 
     def input_embeddings(self) -> torch.Tensor:
         """Return the input embedding ``[V, H]``, a copy in this process."""
@@ -178,12 +218,16 @@ class SidecarSource:
         _end(self._process)
 
     def _ask(self, what: str, header: dict[str, Any], body: bytes = b"") -> wire.Frame:
+        self._drop_submitted()
+        self._tell(what, header, body)
+        return self._answer()
+
+    def _tell(self, what: str, header: dict[str, Any], body: bytes = b"") -> None:
         self._asked = what
         try:
             wire.send(self._sock, header, body)
         except wire.PeerGone as error:
             self._gone(error)
-        return self._answer()
 
     def _answer(self) -> wire.Frame:
         try:

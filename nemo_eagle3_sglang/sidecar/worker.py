@@ -102,7 +102,7 @@ class Server:
     def __init__(self, sock: socket.socket, source: RunnerSource) -> None:
         self._sock = sock
         self._source = source
-        self._arena: Arena | None = None
+        self._arenas: dict[int, Arena] = {}
         self._handlers: dict[str, Callable[[wire.Frame], None]] = {
             "aux": self._aux,
             "plan": self._plan,
@@ -154,26 +154,19 @@ class Server:
 
     def _supervise(self, frame: wire.Frame) -> None:
         tokens, lengths, supervised = wire.unpack(frame.body, frame.header["sizes"])
-        if self._arena is not None and frame.header.get("free"):
-            self._arena.readers_event(frame.header["free"])
+        slot = frame.header["slot"]
+        arena = self._arenas.get(slot)
+        if arena is not None and frame.header.get("free"):
+            arena.readers_event(frame.header["free"])
         found = self._source.supervise(Sequences(tokens, lengths.tolist(), supervised))
         tensors = {"aux": found.aux, **vars(found.targets)}
         answer: dict[str, Any] = {}
         fd = None
-        if self._arena is None or size_of(tensors) > self._arena.size:
-            if self._arena is not None:
-                self._drop_arena()
+        if arena is None or size_of(tensors) > arena.size:
+            if arena is not None:
+                arena.retire()
             # Some room, so that it is not made anew for every longer batch.
-            self._arena = Arena(size_of(tensors) * 5 // 4, self._source.device)
-            answer["arena"], fd = self._arena.describe(), self._arena.fd
-        answer["places"] = self._arena.write(tensors)
+            arena = self._arenas[slot] = Arena(size_of(tensors) * 5 // 4, self._source.device)
+            answer["arena"], fd = arena.describe(), arena.fd
+        answer["places"] = arena.write(tensors)
         wire.send(self._sock, answer, fd=fd)
-
-    def _drop_arena(self) -> None:
-        """Free an arena that has become too small; on a GPU only after its reader is done."""
-        assert self._arena is not None
-        if self._source.device.type == "cuda":
-            self._arena.write({})
-            torch.cuda.synchronize(self._source.device)
-        self._arena.close()
-        self._arena = None

@@ -7,13 +7,20 @@ from types import SimpleNamespace
 
 import torch
 
-from nemo_eagle3_sglang.contracts import FlatBatch, Sequences, SupervisionSource, TargetBatch, TargetRunner
+from nemo_eagle3_sglang.contracts import (
+    FlatBatch,
+    Sequences,
+    Supervision,
+    SupervisionSource,
+    TargetBatch,
+    TargetRunner,
+)
 from nemo_eagle3_sglang.supervision.align import pad, shift_left
 from nemo_eagle3_sglang.supervision.aux_layers import resolve_aux_layer_ids
 from nemo_eagle3_sglang.supervision.documents import documents
 from nemo_eagle3_sglang.supervision.head import distribution
 from nemo_eagle3_sglang.supervision.source import RunnerSource
-from nemo_eagle3_sglang.supervision.unroll import unroll
+from nemo_eagle3_sglang.supervision.unroll import Unroll, unroll
 
 
 class RunnerBackend:
@@ -43,6 +50,26 @@ class RunnerBackend:
         """Return an object whose ``weight`` ``[V, H]`` is the target's input embedding."""
         return SimpleNamespace(weight=self.source.input_embeddings())
 
+    @property
+    def works_ahead(self) -> bool:
+        """Whether the source can run a micro-batch while the draft trains on the one before."""
+        return hasattr(self.source, "submit")
+
+    def submit(self, batch: Mapping[str, torch.Tensor], ttt_steps: int) -> Unroll:
+        """Have the source begin with a micro-batch; :meth:`collect` returns it, in the order of the calls.
+
+        Args:
+            batch: See :meth:`flat_batch`.
+            ttt_steps: Steps that the trainer unrolls.
+        """
+        plan, sequences = self._lay_out(batch, ttt_steps)
+        self.source.submit(sequences)
+        return plan
+
+    def collect(self, plan: Unroll) -> FlatBatch:
+        """Return the supervision of the micro-batch that ``plan`` was returned for."""
+        return _flat(plan, self.source.collect())
+
     @torch.no_grad()
     def flat_batch(self, batch: Mapping[str, torch.Tensor], ttt_steps: int) -> FlatBatch:
         """Run the target on a micro-batch and return its supervision without padding.
@@ -57,20 +84,14 @@ class RunnerBackend:
         Raises:
             RuntimeError: ``set_vocab_mapping`` was never called.
         """
+        plan, sequences = self._lay_out(batch, ttt_steps)
+        return _flat(plan, self.source.supervise(sequences))
+
+    def _lay_out(self, batch: Mapping[str, torch.Tensor], ttt_steps: int) -> tuple[Unroll, Sequences]:
         masks = (batch["attention_mask"], batch["loss_mask"], batch.get("seq_lens"))
         docs = documents(batch["input_ids"], *masks, trim=True)
         plan = unroll(docs, ttt_steps, self.source.device)
-        found = self.source.supervise(
-            Sequences(docs.tokens, plan.lengths, docs.supervised, plan.tokens, plan.supervised)
-        )
-        return FlatBatch(
-            unroll=plan,
-            aux=found.aux,
-            draft_logits=found.targets.logits,
-            draft_lse=found.targets.lse,
-            draft_choices=found.targets.choices,
-            in_draft_vocab=found.targets.in_draft_vocab,
-        )
+        return plan, Sequences(docs.tokens, plan.lengths, docs.supervised, plan.tokens, plan.supervised)
 
     @torch.no_grad()
     def generate_batch(
@@ -121,6 +142,18 @@ class RunnerBackend:
     def close(self) -> None:
         """Free the target."""
         self.source.close()
+
+
+def _flat(plan: Unroll, found: Supervision) -> FlatBatch:
+    targets = found.targets
+    return FlatBatch(
+        unroll=plan,
+        aux=found.aux,
+        draft_logits=targets.logits,
+        draft_lse=targets.lse,
+        draft_choices=targets.choices,
+        in_draft_vocab=targets.in_draft_vocab,
+    )
 
 
 def _on(device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:

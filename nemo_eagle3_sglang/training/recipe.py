@@ -34,7 +34,9 @@ from nemo_eagle3_sglang.config.schema import Config, RecipeArgs
 from nemo_eagle3_sglang.contracts import AuxPlan, BackendRequest
 from nemo_eagle3_sglang.errors import ConfigError
 from nemo_eagle3_sglang.supervision.backend import RunnerBackend
+from nemo_eagle3_sglang.supervision.unroll import Unroll
 from nemo_eagle3_sglang.training import chat_data, draft_registry, preflight, resume, target
+from nemo_eagle3_sglang.training.ahead import AheadLoader, Submitted
 from nemo_eagle3_sglang.training.export import make_servable, serve_command
 from nemo_eagle3_sglang.training.flops import StepFlops, peak_flops
 from nemo_eagle3_sglang.training.meter import RunMeter, TimedLoader
@@ -141,7 +143,25 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
             accumulation=args.get("grad_accumulation_steps", 1),
             step=lambda: self.runtime.global_step,
         )
-        return TimedLoader(loader, self.meter)
+        loader = TimedLoader(loader, self.meter)
+        return AheadLoader(loader, self._submit) if args.get("target_prefetch_depth", 0) and self._is_ours() else loader
+
+    def _is_ours(self) -> bool:
+        return backends.is_registered(self._backend)
+
+    def _submit(self, batch: dict[str, torch.Tensor]) -> Unroll | None:
+        """Have the target begin with the next micro-batch, where trainer and target can; see ``ahead.py``."""
+        if getattr(self, "trainer_module", None) is None:
+            # AutoModel reads all batches once to choose the draft vocabulary.
+            return None
+        module, wrapper = self._module(), self.target_wrapper
+        if isinstance(module, FlatTrainer) and isinstance(wrapper, RunnerBackend) and wrapper.works_ahead:
+            return wrapper.submit(batch, module.ttt_steps)
+        return None
+
+    def _resolve_prefetch_depth(self, recipe_cfg: ConfigNode) -> int:
+        """Keep AutoModel's own prefetching off where ``AheadLoader`` does it."""
+        return 0 if self._is_ours() else super()._resolve_prefetch_depth(recipe_cfg)
 
     def _forward_batch(self, batch: dict[str, torch.Tensor], target_batch: Any = None) -> Any:
         """Run target and draft on a batch of the data loader.
@@ -156,7 +176,11 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         module = self._module()
         if isinstance(module, FlatTrainer):
             with self.meter.target():
-                flat = self.target_wrapper.flat_batch(batch, module.ttt_steps)
+                flat = (
+                    self.target_wrapper.collect(batch.plan)
+                    if isinstance(batch, Submitted)
+                    else self.target_wrapper.flat_batch(batch, module.ttt_steps)
+                )
             if self._flops is not None and self.trainer_module.training:
                 self.meter.add_flops(self._flops.count(flat.unroll))
             return self.trainer_module(flat)
@@ -330,9 +354,10 @@ def _check_features(args: RecipeArgs) -> None:
         logger.warning(
             "recipe_args.freeze_embeddings: false trains embeddings that SGLang replaces by the target's when it serves"
         )
-    if args.target_prefetch_depth > 0:
+    if args.target_prefetch_depth > 0 and target.choose_process(args, preflight.world_size()) == "inline":
         raise ConfigError(
-            f"recipe_args.target_prefetch_depth: {args.target_prefetch_depth} needs a remote target; write 0"
+            f"recipe_args.target_prefetch_depth: {args.target_prefetch_depth} needs a target that runs beside the "
+            "trainer; write 0, or target_process: sidecar"
         )
 
 

@@ -73,7 +73,12 @@ def runs(tmp_path_factory) -> Runs:
     tiny_models.write_chat(folder / "train.jsonl", ROWS)
     tiny_models.write_chat(folder / "val.jsonl", 4, seed=5)
     plan = {
-        name: {"config": config_of(folder, name, ranks, tp), "ranks": ranks} for name, (ranks, tp) in LAYOUTS.items()
+        # With the target one micro-batch ahead where it serves one rank, and where it serves two.
+        name: {
+            "config": config_of(folder, name, ranks, tp, target_prefetch_depth=int(name.startswith("dp2"))),
+            "ranks": ranks,
+        }
+        for name, (ranks, tp) in LAYOUTS.items()
     }
     broken = {"config": config_of(folder, "killed", 2, 2, ckpt_every_steps=2), "ranks": 2}
     plan["killed"] = {**broken, "kill": [KILLED_RANK, KILLED_AT]}

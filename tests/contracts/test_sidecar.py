@@ -119,15 +119,31 @@ def test_a_process_that_is_killed_is_replaced_and_asked_again(source, inline, ca
     assert "was ended by SIGKILL" in caplog.text
 
 
+def test_two_micro_batches_can_be_under_way(source, inline):
+    batches = [sequences(n, seed=n) for n in (3, 40, 7)]
+    wanted = [inline.supervise(batch) for batch in batches]
+    source.submit(batches[0])
+    source.submit(batches[1])
+    with pytest.raises(RuntimeError, match="collect one first"):
+        source.submit(batches[2])
+    first = source.collect()
+    source.submit(batches[2])
+    source._process.kill()
+    assert same(first, wanted[0]), "in use while the process works, and dies, on the next"
+    assert same(source.collect(), wanted[1])
+    # Of the one that is left nobody asks any more.
+    assert same(source.supervise(batches[0]), wanted[0])
+
+
 def test_one_that_dies_of_the_same_micro_batch_twice_ends_the_run(source, monkeypatch):
-    ask = source._ask
+    tell = source._tell
 
     def deadly(what, header, body=b""):
+        tell(what, header, body)
         if header["op"] == "supervise":
             source._process.kill()
-        return ask(what, header, body)
 
-    monkeypatch.setattr(source, "_ask", deadly)
+    monkeypatch.setattr(source, "_tell", deadly)
     with pytest.raises(TargetDied, match="was ended by SIGKILL during a micro-batch of"):
         source.supervise(sequences(2))
 

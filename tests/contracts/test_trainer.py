@@ -79,7 +79,9 @@ def test_no_choice_of_the_targets_in_the_draft_vocabulary():
     """Supervised positions, and loss at none of them: AutoModel's zero, and zero gradients."""
     target, model = backend(torch.float64), draft(torch.float64)
     # A token that the target chooses nowhere, and others that it does not choose in this batch.
-    chosen = target.source.runner.head()(target.source.runner.forward(*_tokens(BATCHES["packed"])).last).argmax(-1).unique()
+    chosen = (
+        target.source.runner.head()(target.source.runner.forward(*_tokens(BATCHES["packed"])).last).argmax(-1).unique()
+    )
     free = torch.tensor([i for i in range(VOCAB) if i not in chosen.tolist()])[:DRAFT]
     assert len(free) == DRAFT
     target.set_vocab_mapping(free, torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, free, True))
