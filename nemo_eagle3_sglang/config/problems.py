@@ -90,6 +90,11 @@ def _remote(args: RecipeArgs) -> Iterator[str]:
     ours = backends.is_registered(backend)
     if backend == "remote" and not ours and not (args.remote_url or args.remote_urls or args.cached_target_path):
         yield "recipe_args.remote_urls: missing; target_model_backend 'remote' needs e.g. [http://127.0.0.1:8001]"
+    if args.kv_pool == "auto" and args.sglang_args.get("max_total_tokens") is not None:
+        yield (
+            "recipe_args.kv_pool: auto sizes the pool, and sglang_args.max_total_tokens: "
+            f"{args.sglang_args['max_total_tokens']} does too; remove one of them"
+        )
     if args.target_prefetch_depth and backend != "remote" and not ours:
         yield problem("recipe_args.target_prefetch_depth", args.target_prefetch_depth, "only for 'remote'; write 0")
 

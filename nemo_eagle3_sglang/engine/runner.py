@@ -42,7 +42,8 @@ class SGLangRunner:
         self.device = torch.device(model_runner.device, model_runner.gpu_id if model_runner.device == "cuda" else None)
         self.dtype = request.dtype
         self.capacity: Capacity = capacity(model_runner)
-        self.max_sequence_length = self.capacity.sequence
+        # The request table is a few columns wider than the context; past that a position has no rotary angle.
+        self.max_sequence_length = min(self.capacity.sequence, int(model_runner.model_config.context_len))
         self._max_tokens = int(model_runner.server_args.max_prefill_tokens)
         self._capture = Capture(model_runner.model, self.info)
 
@@ -212,7 +213,7 @@ class SGLangRunner:
 
     def _check_length(self, request: BackendRequest) -> None:
         if request.seq_length > self.max_sequence_length:
-            pool, context = self.capacity.tokens, self._runner().req_to_token_pool.req_to_token.shape[1]
+            pool, context = self.capacity.tokens, int(self._runner().model_config.context_len)
             raise ConfigError(
                 f"recipe_args.seq_length: {request.seq_length} is longer than the target takes: "
                 + (

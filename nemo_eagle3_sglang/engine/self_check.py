@@ -66,8 +66,8 @@ def plan_aux_layers(aux_layer_ids: Sequence[int], observe: Callable[[list[int]],
             findings.append(_explain(written, layers, found))
     raise ConfigError(
         "recipe_args.capture: 'serving' is not possible with this target, SGLang would serve the draft with other "
-        f"states than it is trained on. {' '.join(findings)} Either choose other recipe_args.aux_layer_ids or "
-        + RESIDUAL_CHOICE
+        f"states than it is trained on. {' '.join(dict.fromkeys(findings))} Either choose other "
+        "recipe_args.aux_layer_ids or " + RESIDUAL_CHOICE
     )
 
 

@@ -116,6 +116,7 @@ def check_options(request: BackendRequest) -> None:
     Raises:
         ConfigError: An unknown name (the nearest known one is given) or a field that the adapter sets itself.
     """
+    _check_shards(request)
     names, fixed = versions.server_arg_names(), _adapter_fields(request)
     for name, value in request.options.items():
         where = f"recipe_args.sglang_args.{name}"
@@ -127,7 +128,6 @@ def check_options(request: BackendRequest) -> None:
         if reason:
             raise ConfigError(f"{where}: {value!r} cannot be set, {reason}; remove it")
     _check_device(request)
-    _check_shards(request)
     _check_sizes(request)
     sglang_dtype(request.options.get("dtype"))
 
@@ -137,6 +137,10 @@ def _check_device(request: BackendRequest) -> None:
     if request.device.type == "cpu" and os.environ.get("SGLANG_USE_CPU_ENGINE"):
         raise ConfigError(
             "SGLANG_USE_CPU_ENGINE is set: SGLang's AMX engine is not supported here; unset it to train on a CPU"
+        )
+    if request.device.type == "cpu" and (method := request.options.get("quantization")):
+        raise ConfigError(
+            f"recipe_args.sglang_args.quantization: {method!r} runs in SGLang's GPU kernels; remove it on a CPU"
         )
 
 

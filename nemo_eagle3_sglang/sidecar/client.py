@@ -60,6 +60,7 @@ class SidecarSource:
         request: What it is given.
         group: The processes that share one target; by default this one alone.
         python: Interpreter of another environment, which needs this package and the engine.
+        store: Where the group meets, kept as long as this: NCCL and gloo come back to it whenever they connect.
 
     Raises:
         ConfigError: ``python`` cannot be run, lacks this package, or the backend refuses the request.
@@ -68,10 +69,15 @@ class SidecarSource:
     """
 
     def __init__(
-        self, backend: str, request: BackendRequest, group: Group | None = None, python: str | None = None
+        self,
+        backend: str,
+        request: BackendRequest,
+        group: Group | None = None,
+        python: str | None = None,
+        store: Any = None,
     ) -> None:
         self.device = request.device
-        self._group, self._python = group or Group(), python
+        self._group, self._python, self._store = group or Group(), python, store
         self._start_frame = to_json(backend, request, self._group)
         # What a process that replaces this one must be told, in order.
         self._settings: dict[str, tuple[str, dict[str, Any], bytes]] = {}
@@ -143,7 +149,8 @@ class SidecarSource:
     def supervise(self, sequences: Sequences) -> Supervision:
         """See :meth:`SupervisionSource.supervise`. No host waits for a device; the streams wait for each other."""
         self._drop_submitted()
-        self.submit(sequences)
+        # Always the same memory: the second slot is only made where the target works ahead.
+        self._submit(0, sequences)
         return self.collect()
 
     def submit(self, sequences: Sequences) -> None:
@@ -155,6 +162,9 @@ class SidecarSource:
             raise RuntimeError(f"{SLOTS} micro-batches are submitted; collect one first")
         slot = self._next_slot
         self._next_slot = (slot + 1) % SLOTS
+        self._submit(slot, sequences)
+
+    def _submit(self, slot: int, sequences: Sequences) -> None:
         self._submitted.append((slot, sequences))
         try:
             self._send(slot, sequences)

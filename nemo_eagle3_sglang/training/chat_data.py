@@ -44,7 +44,12 @@ def local_files(key: str, paths: str | Sequence[str]) -> list[Path]:
 
 
 def _may_be_hub_id(name: str) -> bool:
-    """Return whether ``name`` reads as ``owner/dataset``, as AutoModel decides it for paths that do not exist."""
+    """Return whether ``name`` reads as ``owner/dataset``, as AutoModel decides it for paths that do not exist.
+
+    A file's name, or a folder that is there, can only have been meant as a path.
+    """
+    if Path(name).suffix in (*JSON_LINES, ".json", ".parquet") or ("/" in name and Path(name).parent.is_dir()):
+        return False
     return name.count("/") == 1 and all(name.split("/")) and not name.startswith((".", "/", "~"))
 
 

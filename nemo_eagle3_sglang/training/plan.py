@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -11,10 +12,13 @@ from nemo_eagle3_sglang.config.schema import Config, RecipeArgs
 from nemo_eagle3_sglang.engine.server_args import MEM_FRACTION_STATIC, PAGE_ROOM
 from nemo_eagle3_sglang.errors import ConfigError
 from nemo_eagle3_sglang.training import draft_registry, memory
-from nemo_eagle3_sglang.training.preflight import load_target_config
+from nemo_eagle3_sglang.training.preflight import check_target, load_target_config
+from nemo_eagle3_sglang.training.target import choose_process
 
 # The CUDA context, NCCL, cuBLAS workspaces and the allocator's fragmentation; measured 1 to 3 GiB without NCCL.
 OUTSIDE = 4 * memory.GIB
+# A second process on the GPU, for a target beside the trainer; taken to be half as much again, not measured.
+BESIDE = 2 * memory.GIB
 # Bits of a linear layer's weight where SGLang quantises a bf16 checkpoint as it loads.
 LOADED_BITS = {"fp8": 8, "w8a8_int8": 8, "w8a8_fp8": 8}
 
@@ -27,6 +31,7 @@ class Plan:
         run: The numbers of the run.
         gpu_bytes: Memory of a GPU.
         pool: ``half`` or ``auto``.
+        sidecar: Whether the target has a process of its own.
         share: ``mem_fraction_static``.
     """
 
@@ -34,6 +39,12 @@ class Plan:
     gpu_bytes: float
     pool: str
     share: float
+    sidecar: bool = False
+
+    @property
+    def outside(self) -> float:
+        """Bytes that neither torch nor SGLang counts."""
+        return OUTSIDE + (BESIDE if self.sidecar else 0)
 
     @property
     def reserved(self) -> float:
@@ -51,7 +62,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the peak, and what is outside torch's allocator, is below the GPU's memory."""
-        return self.peak + OUTSIDE <= self.gpu_bytes and self._pool_fits
+        return self.peak + self.outside <= self.gpu_bytes and self._pool_fits
 
     @property
     def _pool_fits(self) -> bool:
@@ -67,13 +78,13 @@ class Plan:
             name = f"KV pool beyond a forward ({self.share:g}):"
             rows.insert(2, f"{name:<34}{spare / memory.GIB:8.1f} GiB")
         rows.append(f"{'peak in torch and SGLang:':<34}{self.peak / memory.GIB:8.1f} GiB")
-        rows.append(f"{'CUDA, NCCL, fragmentation:':<34}{OUTSIDE / memory.GIB:8.1f} GiB")
+        rows.append(f"{'CUDA, NCCL, fragmentation:':<34}{self.outside / memory.GIB:8.1f} GiB")
         rows.append(f"{'a GPU has:':<34}{self.gpu_bytes / memory.GIB:8.1f} GiB")
         return [*rows, "", self.verdict()]
 
     def verdict(self) -> str:
         """Return one sentence: fits or not, and what to change."""
-        free = (self.gpu_bytes - self.peak - OUTSIDE) / memory.GIB
+        free = (self.gpu_bytes - self.peak - self.outside) / memory.GIB
         if self.fits:
             return f"fits, {free:.1f} GiB to spare"
         if not self._pool_fits:
@@ -100,9 +111,11 @@ def make_plan(config: Config, gpus: int, gpu_bytes: float, supervised: float = 1
         ConfigError: The target has no config.json that can be read, or the GPUs are not a multiple of ``tp_size``.
     """
     args = config.recipe_args
-    text = load_target_config(args).get_text_config()
+    target_config = load_target_config(args)
+    check_target(args, target_config)
+    text = target_config.get_text_config()
     options = args.backend_options()
-    tp = int(options.get("tp_size", 1))
+    tp = _number(options, "tp_size", 1, int)
     if gpus % tp:
         raise ConfigError(f"--gpus {gpus} is not a multiple of recipe_args.sglang_args.tp_size: {tp}")
     if args.seq_length is None or args.ttt_steps is None:
@@ -127,7 +140,20 @@ def make_plan(config: Config, gpus: int, gpu_bytes: float, supervised: float = 1
         supervised=supervised,
         linear_bits=LOADED_BITS.get(options.get("quantization"), 16),
     )
-    return Plan(run, gpu_bytes, pool, float(options.get("mem_fraction_static", MEM_FRACTION_STATIC)))
+    share = _number(options, "mem_fraction_static", MEM_FRACTION_STATIC, float)
+    return Plan(run, gpu_bytes, pool, share, sidecar=choose_process(args, gpus) == "sidecar")
+
+
+def _number(options: Mapping[str, Any], name: str, default: float, kind: Callable[[Any], Any]) -> Any:
+    """Return a positive number of ``sglang_args``.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    value = options.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or kind(value) != value:
+        raise ConfigError(f"recipe_args.sglang_args.{name}: {value!r} is no number above 0")
+    return kind(value)
 
 
 def _draft(args: RecipeArgs, text: PretrainedConfig) -> dict[str, Any]:

@@ -102,7 +102,17 @@ RESUME_FIXED = (
     "fc_norm",
     "norm_output",
 )
-RESUME_NOTED = ("train_data_path", "seq_length", "micro_batch_size", "ttt_steps")
+RESUME_NOTED = (
+    "train_data_path",
+    "train_split",
+    "mask_reasoning_content",
+    "seq_length",
+    "packed_sequence_size",
+    "micro_batch_size",
+    "grad_accumulation_steps",
+    "ttt_steps",
+    "freeze_embeddings",
+)
 
 
 def check_resume(checkpoint: Path, args: RecipeArgs, text: PretrainedConfig) -> list[str]:

@@ -26,6 +26,7 @@ from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3D
 from nemo_automodel.components.speculative.eagle.registry import EAGLE3_DRAFT_REGISTRY, DraftSpec
 from nemo_automodel.components.utils import flops_utils
 from nemo_automodel.recipes.llm.train_eagle3 import TrainEagle3Recipe
+from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from nemo_eagle3_sglang import backends
@@ -199,7 +200,7 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         steps = torch.zeros((2, self._module().ttt_steps), dtype=torch.float64, device=self.device)
         with torch.no_grad():
-            for batch in self.val_dataloader:
+            for batch in tqdm(self.val_dataloader, "Validation", leave=False, disable=not self.dist_env.is_main):
                 found = self._forward_batch(batch)
                 count = found.valid_tokens
                 sums += torch.stack((found.loss * count, found.accuracy * count, count)).double()
@@ -281,9 +282,21 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         if draft is not None and draft.is_dir():
             target = self.cfg.recipe_args.target_model_name_or_path
             target = str(Path(target).resolve()) if Path(target).is_dir() else target
-            print(f"Draft: {draft}\nServe it:\n{serve_command(target, str(draft))}")
+            print(f"Draft: {draft}")
+            if served_by_sglang(self.cfg.recipe_args.get("capture", "serving"), self._aux_plan):
+                print(f"Serve it:\n{serve_command(target, str(draft))}")
+            else:
+                print(
+                    "It is trained on the residual stream (recipe_args.capture: residual), and nothing has checked "
+                    "that SGLang serves that: serve it with an engine that captures these layers' outputs, e.g. vLLM."
+                )
         elif latest:
             print(f"Checkpoint: {latest} (no consolidated export; set checkpoint.save_consolidated: true)")
+
+
+def served_by_sglang(capture: str, plan: AuxPlan | None) -> bool:
+    """Return whether the run made sure that SGLang serves the draft with what it was trained on."""
+    return capture == "serving" or plan is None
 
 
 def step_flops(args: RecipeArgs, draft: torch.nn.Module) -> StepFlops | None:

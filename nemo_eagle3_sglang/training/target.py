@@ -99,10 +99,7 @@ def open_source(args: RecipeArgs, request: BackendRequest, world: int, timeout_s
     group, store = target_group(tp, request.device, timeout_s)
     shared = dataclasses.replace(request, tp_rank=group.rank, micro_batch_size=tp * request.micro_batch_size)
     logger.info("The target runs in a process of its own%s", f", shared by {tp} ranks" if tp > 1 else "")
-    source = SidecarSource(args.target_model_backend, shared, group, args.sglang_python)
-    # All have met there by now.
-    del store
-    return source
+    return SidecarSource(args.target_model_backend, shared, group, args.sglang_python, store)
 
 
 def plan_aux_layers(source: SupervisionSource, aux_layer_ids: Sequence[int] | None) -> AuxPlan:
@@ -120,6 +117,5 @@ def plan_aux_layers(source: SupervisionSource, aux_layer_ids: Sequence[int] | No
             ids,
             plan.trained,
         )
-    if plan.written != plan.trained:
-        logger.info("Layers %s are written as %s: SGLang reads them by its own rule here", plan.trained, plan.written)
+    logger.info("Aux layers %s, written for the serving engine as %s", plan.trained, plan.written)
     return plan

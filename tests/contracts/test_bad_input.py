@@ -276,17 +276,21 @@ def test_flat_trainer_where_it_cannot_be(case, change, reason):
 
 
 def test_world_size(case, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    message = case.refused()
-    assert "WORLD_SIZE=2" in message
-    assert "--nproc-per-node 1" in message
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    message = case.refused(sglang_args={"tp_size": 3})
+    assert "tp_size: 3 GPUs share a target, this job has 4 processes" in message
+    assert "--nproc-per-node 3" in message
 
 
 @pytest.mark.parametrize(
     ("option", "words"),
     [
         ({"mem_fraction_statc": 0.5}, "mem_fraction_statc: the installed sglang has no such argument (did you mean "),
-        ({"tp_size": 2}, "tp_size: 2 cannot be set, the co-located target is one process on one GPU; remove it"),
+        ({"tp_size": 2}, "tp_size: 2 GPUs share a target, this job has 1 processes"),
+        ({"tp_size": "two"}, "tp_size: 'two' is no number of GPUs"),
+        ({"ep_size": 2}, "ep_size: 2 does not divide tp_size: 1"),
+        ({"pp_size": 2}, "pp_size: 2 cannot be set, the target is sharded over the GPUs of one group by tp_size"),
+        ({"quantization": "fp8"}, "quantization: 'fp8' runs in SGLang's GPU kernels"),
         ({"speculative_algorithm": "EAGLE3"}, "the target runs alone; remove it"),
         ({"dtype": "float64"}, "dtype: float64 is not a dtype that SGLang computes in; use one of auto, half"),
         ({"mem_fraction_static": 1.5}, "mem_fraction_static: 1.5"),

@@ -126,7 +126,17 @@ def test_local_files(write, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["no-such.jsonl", "./owner/dataset", "/no/such/file.jsonl", "~/chat.jsonl", "a/b/c", "owner/", "./chat.jsonl"],
+    [
+        "no-such.jsonl",
+        "data/no-such.jsonl",
+        "data/chats.parquet",
+        "./owner/dataset",
+        "/no/such/file.jsonl",
+        "~/chat.jsonl",
+        "a/b/c",
+        "owner/",
+        "./chat.jsonl",
+    ],
 )
 def test_a_path_that_is_not_there(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

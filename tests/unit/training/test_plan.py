@@ -101,11 +101,21 @@ def test_the_half_that_sglang_reserves_counts(recipe, capsys):
     assert "mem_fraction_static" in verdict
 
 
+def test_a_second_process_on_the_gpu_counts(recipe, capsys):
+    one = plan(capsys, recipe, "--gpu-memory", 141)[1]["CUDA, NCCL, fragmentation"]
+    two = plan(capsys, recipe, "--gpu-memory", 141, "--gpus", 2)[1]["CUDA, NCCL, fragmentation"]
+    assert two > one
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--gpus", 3, "--recipe_args.sglang_args.tp_size=2"], "--gpus 3 is not a multiple"),
         (["--gpus", 0], "--gpus is at least 1"),
+        (["--recipe_args.sglang_args.tp_size=0"], "sglang_args.tp_size: 0 is no number above 0"),
+        (["--recipe_args.sglang_args.mem_fraction_static=half"], "mem_fraction_static: 'half' is no number above 0"),
+        (["--recipe_args.aux_layer_ids=[1,3,99]"], "99 is out of range"),
+        (["--recipe_args.sglang_args.max_total_tokens=9000"], "recipe_args.kv_pool: auto sizes the pool"),
         (["--recipe_args.target_model_name_or_path=nowhere/at/all"], "target_model_name_or_path"),
     ],
 )

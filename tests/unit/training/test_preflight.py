@@ -176,20 +176,6 @@ def test_a_hidden_gpu_is_no_gpu(monkeypatch, visible, present):
     assert preflight._gpu_present() is present
 
 
-@pytest.mark.parametrize("world", [None, "1"])
-def test_one_process(monkeypatch, world):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if world:
-        monkeypatch.setenv("WORLD_SIZE", world)
-    preflight.check_world("sglang")
-
-
-def test_several_processes(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"target_model_backend: toy trains in one process.*WORLD_SIZE=2.*node 1"):
-        preflight.check_world("toy")
-
-
 def test_output_dir_need_not_be_there_and_is_not_made(tmp_path, monkeypatch):
     preflight.check_output_dir(str(tmp_path / "a" / "b"))
     monkeypatch.chdir(tmp_path)
