@@ -180,7 +180,9 @@ class SidecarSource:
         except TargetDied as error:
             self._again(error)
             answer = self._answer()
-        self._submitted.popleft()
+        finally:
+            # Answered, if only by an error: nobody may wait for it again.
+            self._submitted.popleft()
         if "arena" in answer.header:
             self._views[slot] = View(answer.header["arena"], answer.fd, self.device)
             self._announced.discard(slot)

@@ -110,6 +110,17 @@ def test_errors_come_through_as_they_are_and_the_process_goes_on(source, inline)
     assert same(source.supervise(batch), inline.supervise(batch))
 
 
+def test_a_micro_batch_that_fails_is_answered_once(source, inline):
+    """The one behind it still comes, and the next is not taken for it."""
+    bad, good = sequences(2), sequences(4, 9)
+    source.submit(replace(bad, lengths=[1]))
+    source.submit(good)
+    with pytest.raises(RuntimeError):
+        source.collect()
+    assert same(source.collect(), inline.supervise(good))
+    assert same(source.supervise(bad), inline.supervise(bad))
+
+
 def test_a_process_that_is_killed_is_replaced_and_asked_again(source, inline, caplog):
     first = source._process.pid
     os.kill(first, signal.SIGKILL)
