@@ -38,6 +38,9 @@ TRAINERS_GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP
 # A target that has answered `close` is gone within this; one that hangs is ended.
 CLOSE_SECONDS = 30.0
 LOADING = "loading the target"
+LOOPBACK = "127.0.0.1"
+# An address of no host (RFC 5737): the route to it tells which of this host's addresses faces the network.
+SOMEWHERE = "192.0.2.1"
 # Micro-batches that are under way or in use: one is trained on, the next is computed.
 SLOTS = 2
 ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "CaptureError": CaptureError}
@@ -329,10 +332,32 @@ def target_group(tp: int, device: torch.device, timeout_s: float) -> tuple[Group
     if tp == 1:
         return Group(timeout_s=timeout_s), None
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) % tp == 0
-    host = "127.0.0.1" if local else socket.gethostbyname(socket.gethostname())
+    host = LOOPBACK if local else own_address(os.environ.get("MASTER_ADDR", LOOPBACK))
     store = dist.TCPStore(host, 0, None, True, wait_for_workers=False) if rank % tp == 0 else None
     mine = torch.tensor([int(ipaddress.IPv4Address(host)), store.port if store else 0], device=device)
     places = torch.empty((world, 2), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(places.view(-1), mine)
     address, port = places[rank - rank % tp].tolist()
     return Group(rank % tp, tp, str(ipaddress.IPv4Address(address)), port, timeout_s), store
+
+
+def own_address(master: str) -> str:
+    """Return the address by which other hosts of the job reach this one; nothing is sent to find it.
+
+    Args:
+        master: The host where the job meets. Its own name often stands for loopback there, so that the route to
+            anywhere decides then.
+
+    Raises:
+        ConfigError: This host has no address but loopback.
+    """
+    for other in (master, SOMEWHERE):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((other, 9))
+            address = str(probe.getsockname()[0])
+            if not ipaddress.IPv4Address(address).is_loopback:
+                return address
+    raise ConfigError(
+        "recipe_args.sglang_args.tp_size: the target's ranks lie on several hosts, and this one has no address that "
+        f"the others could reach (MASTER_ADDR={master})"
+    )
