@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
-from nemo_eagle3_sglang.contracts import BackendRequest, TargetRunner
+from nemo_eagle3_sglang.contracts import BackendRequest, SupervisionSource, TargetRunner
 from nemo_eagle3_sglang.errors import ConfigError, did_you_mean
 
 GROUP = "nemo_automodel.target_model_backends"
@@ -24,7 +24,7 @@ GROUP = "nemo_automodel.target_model_backends"
 # Backends that AutoModel's own recipe builds; a name registered under GROUP comes before these.
 AUTOMODEL_BACKENDS = ("colocated", "remote", "vllm")
 
-BackendFactory = Callable[[BackendRequest], TargetRunner]
+BackendFactory = Callable[[BackendRequest], TargetRunner | SupervisionSource]
 
 
 def registered() -> dict[str, EntryPoint]:

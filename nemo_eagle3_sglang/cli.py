@@ -38,6 +38,7 @@ def build_parser() -> ArgumentParser:
     _add_train(commands)
     _add_validate(commands)
     _add_plan(commands)
+    _add_serve_target(commands)
     _add_backends(commands)
     return parser
 
@@ -109,6 +110,44 @@ counted is in nemo_eagle3_sglang/training/memory.py. Exit status: 0 when it fits
     parser.set_defaults(handler=_plan, takes_overrides=True)
 
 
+def _add_serve_target(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "serve-target",
+        "serve a target's hidden states to trainers with target_model_backend: remote",
+        f"""\
+examples:
+  {PROGRAM} serve-target --target meta-llama/Llama-3.1-8B-Instruct
+  {PROGRAM} serve-target --target MODEL --tp-size 8 --host 0.0.0.0 --token-file token.txt
+  {PROGRAM} serve-target --target MODEL --tp-size 16 --nnodes 2 --node-rank 0 --dist-init-addr HOST:5000
+  {PROGRAM} serve-target --target MODEL --engine hf
+
+With --engine sglang every other flag is SGLang's own (--tp-size, --quantization, --mem-fraction-static, …). Needs this
+package and sglang, not nemo-automodel. /health and /metrics (Prometheus) are on the same port. Ctrl-C ends it when what
+is under way is done. Exit status: 0, 2 when the user can mend what is wrong, 1 for any other failure.""",
+    )
+    parser.add_argument("--target", required=True, metavar="MODEL", help="folder or hub id of the target")
+    parser.add_argument("--engine", choices=("sglang", "hf"), default="sglang", help="what runs it (default: sglang)")
+    parser.add_argument("--host", default="127.0.0.1", help="IP address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8765, help="port, 0 for a free one (default: 8765)")
+    parser.add_argument(
+        "--token-file", metavar="FILE", help="secret that trainers must have; needed where others can reach the server"
+    )
+    parser.add_argument(
+        "--aux-layer-ids", type=int, nargs=3, metavar="N", help="decoder layers to capture (default: [1, N//2-1, N-4])"
+    )
+    parser.add_argument("--capture", choices=("serving", "residual"), default="serving", help="see recipe_args.capture")
+    parser.add_argument("--no-self-check", action="store_true", help="skip the comparison with SGLang's own capture")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code shipped with the target")
+    parser.add_argument(
+        "--dtype", default="auto", help="of the target; auto: as its config says, for hf bfloat16 on a GPU (default)"
+    )
+    parser.add_argument(
+        "--buffer-gib", type=float, default=8.0, metavar="GIB", help="host memory of rows not fetched yet (default: 8)"
+    )
+    parser.set_defaults(handler=_serve_target, takes_overrides=True)
+
+
 def _add_backends(commands: Any) -> None:
     parser = _add_command(
         commands,
@@ -147,6 +186,16 @@ def _plan(args: Namespace, rest: list[str]) -> None:
     print("\n".join(plan.lines()))
     if not plan.fits:
         sys.exit(1)
+
+
+def _serve_target(args: Namespace, rest: list[str]) -> int:
+    try:
+        from nemo_eagle3_sglang.remote.serve import serve_command
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serve-target needs {error.name}; pip install 'nemo-eagle3-sglang[serve]' brings it"
+        ) from error
+    return serve_command(args, rest)
 
 
 def _backends(args: Namespace, rest: list[str]) -> None:

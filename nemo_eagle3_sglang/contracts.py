@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from nemo_eagle3_sglang.head_rows import HeadRows
+
 NUM_AUX_LAYERS = 3
 
 
@@ -109,6 +111,23 @@ class Supervision:
 
 
 @dataclass(frozen=True)
+class TargetStates:
+    """What a target says of :class:`Sequences` before a draft vocabulary is chosen: what is shipped, or kept on disk.
+
+    A quarter of the size of the distributions that follow from it, and good for every draft vocabulary.
+
+    Attributes:
+        aux: ``[T, A*H]``, the states after each aux layer.
+        last: ``[P, H]``, what the target's logits processor is handed at the supervised positions.
+        choices: ``[P]`` int64, argmax over all of V there.
+    """
+
+    aux: torch.Tensor
+    last: torch.Tensor
+    choices: torch.Tensor
+
+
+@dataclass(frozen=True)
 class AuxPlan:
     """Which layers are trained on, and which ids lead the serving engine to them.
 
@@ -125,7 +144,9 @@ class AuxPlan:
 class Head(Protocol):
     """The target's output head with everything its logits processor would have applied.
 
-    A head that is one shard of several has ``columns``, the range of token ids that its logits are of.
+    A head that is one shard of several has ``columns``, the range of token ids that its logits are of. One whose states
+    are shipped or kept on disk has ``rows_at(token_ids) -> HeadRows`` (see :mod:`nemo_eagle3_sglang.head_rows`), of
+    token ids within its columns.
     """
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -202,6 +223,38 @@ class SupervisionSource(Protocol):
 
     def close(self) -> None:
         """Free what the source holds; calling it again does nothing."""
+
+
+class StatesProvider(Protocol):
+    """States of a target that runs elsewhere, or ran once: a server's client, a cache's reader.
+
+    Tensors are on the CPU or on the trainer's device, as the provider has them. ``info`` and ``dtype`` are those of the
+    target.
+    """
+
+    info: TargetInfo
+    dtype: torch.dtype
+
+    def set_aux_layers(self, aux_layer_ids: Sequence[int]) -> None:
+        """Check that the states are of these layers; raises ``ConfigError`` where they are not."""
+
+    def plan_aux_layers(self, aux_layer_ids: Sequence[int]) -> AuxPlan | None:
+        """See :class:`TargetRunner`."""
+
+    def head_rows(self, token_ids: torch.Tensor) -> HeadRows:
+        """Return the output head at ``token_ids`` ``[n]`` int64."""
+
+    def input_embeddings(self) -> torch.Tensor:
+        """Return the input embedding ``[V, H]``."""
+
+    def submit(self, sequences: Sequences) -> None:
+        """Ask for the states of a micro-batch."""
+
+    def collect(self) -> TargetStates:
+        """Return the states that were asked for first of those not collected."""
+
+    def close(self) -> None:
+        """Free what it holds; calling it again does nothing."""
 
 
 @dataclass(frozen=True)

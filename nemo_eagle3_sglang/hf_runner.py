@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_eagle3_sglang.contracts import BackendRequest, Head, HiddenStates, TargetInfo
+from nemo_eagle3_sglang.head_rows import HeadRows, read_rows
 
 
 class HFRunner:
@@ -50,16 +51,7 @@ class HFRunner:
 
     def head(self) -> Head:
         """See :meth:`TargetRunner.head`."""
-        return self._logits
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        model = self._model()
-        logits = model.get_output_embeddings()(hidden)
-        config = model.config.get_text_config()
-        logits = logits * (getattr(config, "logit_scale", None) or 1.0)
-        if cap := getattr(config, "final_logit_softcapping", None):
-            logits = torch.tanh(logits / cap) * cap
-        return logits[..., : self.info.vocab_size]
+        return HFHead(self._model(), self.info)
 
     def input_embeddings(self) -> torch.Tensor:
         """See :meth:`TargetRunner.input_embeddings`."""
@@ -74,6 +66,36 @@ class HFRunner:
         if self.model is None:
             raise RuntimeError("this runner has been closed")
         return self.model
+
+
+class HFHead:
+    """The output head of a causal LM with what its ``forward`` does to the logits.
+
+    Args:
+        model: The causal LM.
+        info: Its dimensions.
+    """
+
+    def __init__(self, model: PreTrainedModel, info: TargetInfo) -> None:
+        config = model.config.get_text_config()
+        self._project: nn.Module = model.get_output_embeddings()
+        self._info, self._dtype = info, model.dtype
+        self._scale: float | None = getattr(config, "logit_scale", None)
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[n, V]`` of ``hidden`` ``[n, H]``."""
+        logits = self._project(hidden) * (self._scale or 1.0)
+        if self._softcap:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits[..., : self._info.vocab_size]
+
+    @torch.no_grad()
+    def rows_at(self, token_ids: torch.Tensor) -> HeadRows:
+        """Return the rows of ``token_ids`` ``[n]`` int64."""
+        return read_rows(
+            self._project, token_ids, self._info.hidden_size, self._dtype, self._scale or None, self._softcap
+        )
 
 
 def build_runner(request: BackendRequest) -> HFRunner:

@@ -2,8 +2,9 @@
 
 Keys and defaults are those of nemo-automodel 0.6.0's EAGLE-3 recipe, so that its own YAML files are read unchanged;
 only ``device``, ``capture``, ``self_check``, ``kv_pool``, ``target_process``, ``sglang_python``, ``draft_config``,
-``trainer`` and ``<backend>_args`` of a registered backend (all under ``recipe_args``) are this package's. Keys that no
-code would read are errors. Checks that need a file, a model or a device are made by the parts that open them.
+``trainer``, ``remote_token_file``, ``remote_rows`` and ``<backend>_args`` of a registered backend (all under
+``recipe_args``) are this package's. Keys that no code would read are errors. Checks that need a file, a model or a
+device are made by the parts that open them.
 """
 
 from __future__ import annotations
@@ -311,16 +312,20 @@ class RecipeArgs(Section):
     target_attn_implementation: Text | None = None
     """Colocated: attention of the target (``sdpa`` …); null lets Hugging Face choose."""
     remote_url: Text | None = None
-    """Remote: the one target server."""
+    """Remote: the one target server (``nemo-eagle3-sglang serve-target``)."""
     remote_urls: list[Text] | None = None
-    """Remote: several target servers, asked in turn."""
+    """Remote: several equal target servers, asked in turn."""
     remote_timeout: PositiveFloat = 120
     """Remote: seconds that a request may take."""
     remote_max_retries: Index = 3
-    """Remote: attempts after the first."""
+    """Remote: attempts after the first, each at the next server."""
+    remote_token_file: Text | None = None
+    """Remote: file with the servers' token; left out: the variable ``NEMO_EAGLE3_SGLANG_TOKEN``, or none."""
+    remote_rows: Literal["native", "fp8"] = "native"
+    """Remote: hidden states as the target computes them, or as FP8 with a scale per state, half of the bytes."""
     target_prefetch_depth: Index = 0
-    """Remote: batches requested ahead of training. In a process of its own (``target_process``) the target works on one
-    batch ahead, whatever number above 0 is written."""
+    """Batches asked for ahead of training. Remote: as many as written. In a process of its own (``target_process``) the
+    target works on one batch ahead, whatever number above 0 is written."""
     cached_target_path: Text | None = None
     """Folder of supervision computed beforehand; no target is loaded then."""
 
@@ -433,7 +438,16 @@ class RecipeArgs(Section):
         return sorted({*super().yaml_keys(), *registered} - {OTHER_BACKEND_ARGS})
 
     def backend_options(self) -> dict[str, Any]:
-        """Return ``<backend>_args`` of the backend that ``target_model_backend`` selects."""
+        """Return what the backend that ``target_model_backend`` selects is given: its ``<backend>_args``."""
+        if self.target_model_backend == "remote":
+            return {
+                "urls": [*([self.remote_url] if self.remote_url else []), *(self.remote_urls or [])],
+                "timeout_s": self.remote_timeout,
+                "retries": self.remote_max_retries,
+                "token_file": self.remote_token_file,
+                "rows": self.remote_rows,
+                "prefetch_depth": self.target_prefetch_depth,
+            }
         key = f"{self.target_model_backend}_args"
         return getattr(self, key) if key in type(self).model_fields else self.other_backend_args.get(key, {})
 

@@ -26,6 +26,7 @@ from nemo_eagle3_sglang.contracts import HiddenStates, TargetInfo
 from nemo_eagle3_sglang.engine import versions
 from nemo_eagle3_sglang.engine.self_check import Observed, split_served
 from nemo_eagle3_sglang.errors import CaptureError
+from nemo_eagle3_sglang.head_rows import HeadRows, read_rows
 
 # 1 - cos between the final norm of a candidate and the hidden state that the head is handed. Measured on some twenty
 # architectures in fp32: at most 1e-14 for the right candidate, at least 1.7e-2 for the wrong one. bf16 adds about 1e-4.
@@ -38,10 +39,12 @@ class Tap(nn.Module):
     ``LogitsProcessor.forward`` has the same leading arguments in sglang 0.5.9 to 0.5.23.
     """
 
-    def __init__(self, processor: nn.Module) -> None:
+    def __init__(self, processor: nn.Module, passes: bool = False) -> None:
         super().__init__()
         # In a tuple, so that the processor is not a submodule any more and cannot be found and run.
         self._processor = (processor,)
+        # Whether the processor runs all the same: in a server, which samples a token before a request is done.
+        self._passes = passes
         self.hidden: torch.Tensor | None = None
         self.aux: Any = None
         self.lm_head: tuple[nn.Module, ...] = ()
@@ -58,13 +61,16 @@ class Tap(nn.Module):
         lm_head: nn.Module,
         logits_metadata: Any,
         aux_hidden_states: Any = None,
-        *_: Any,
-        **__: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Keep ``hidden_states`` ``[T, H]``, SGLang's own aux states and the head; return an output without logits."""
         from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
         self.hidden, self.aux, self.lm_head = hidden_states, aux_hidden_states, (lm_head,)
+        if self._passes:
+            arguments = (input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states, *args)
+            return self.processor(*arguments, **kwargs)
         return LogitsProcessorOutput(next_token_logits=None)
 
 
@@ -124,7 +130,7 @@ def _embeds_vocabulary(module: nn.Module, info: TargetInfo) -> bool:
     return wide and module.num_embeddings >= info.vocab_size
 
 
-def tap_logits_processors(model: nn.Module) -> list[Tap]:
+def tap_logits_processors(model: nn.Module, passes: bool = False) -> list[Tap]:
     """Replace every ``LogitsProcessor`` in ``model`` by a :class:`Tap`, at its own parent.
 
     Raises:
@@ -144,7 +150,7 @@ def tap_logits_processors(model: nn.Module) -> list[Tap]:
     taps: dict[int, Tap] = {}
     for parent, name, child in sites():
         # One processor may hang in two places; both must lead to the same tap.
-        setattr(parent, name, taps.setdefault(id(child), Tap(child)))
+        setattr(parent, name, taps.setdefault(id(child), Tap(child, passes)))
     if not taps or sites():
         raise CaptureError(f"{type(model).__name__}: the LogitsProcessor could not be tapped ({len(taps)} replaced)")
     return list(taps.values())
@@ -157,15 +163,17 @@ class Head:
         processor: The model's own ``LogitsProcessor``.
         lm_head: The head that the model hands to it; the embedding where the two are tied.
         vocab_size: V; rows of ``lm_head`` past it are padding.
+        probe: ``[T, H]``, some of the hidden states that it is handed, for their size and dtype.
 
     Attributes:
         columns: The token ids that its logits are of: all V, or a rank's shard of them.
     """
 
-    def __init__(self, processor: nn.Module, lm_head: nn.Module, vocab_size: int) -> None:
+    def __init__(self, processor: nn.Module, lm_head: nn.Module, vocab_size: int, probe: torch.Tensor) -> None:
         self._processor = processor
         self._lm_head = lm_head
         self._vocab_size = vocab_size
+        self._hidden_size, self._dtype = probe.shape[-1], probe.dtype
         shard = versions.shard_of(lm_head)
         self.columns = range(vocab_size) if shard is None else range(shard.start, min(shard.stop, vocab_size))
         self._scale: float | None = processor.logit_scale
@@ -193,6 +201,15 @@ class Head:
             logits = torch.tanh(logits.float() / self._softcap) * self._softcap
         return logits
 
+    def rows_at(self, token_ids: torch.Tensor) -> HeadRows:
+        """Return the rows of ``token_ids`` ``[n]`` int64, which lie in ``columns``."""
+
+        def project(hidden: torch.Tensor) -> torch.Tensor:
+            return versions.project(self._processor, hidden, self._lm_head)
+
+        local = token_ids - self.columns.start
+        return read_rows(project, local, self._hidden_size, self._dtype, self._scale, self._softcap)
+
 
 class Capture:
     """Taps and hooks on one model.
@@ -200,11 +217,12 @@ class Capture:
     Args:
         model: SGLang's model, as its runner holds it.
         info: Dimensions of the text config.
+        passes: Whether logits are computed behind the taps, as a server needs them.
     """
 
-    def __init__(self, model: nn.Module, info: TargetInfo) -> None:
+    def __init__(self, model: nn.Module, info: TargetInfo, passes: bool = False) -> None:
         self.text_model = find_text_model(model, info)
-        self._taps = tap_logits_processors(model)
+        self._taps = tap_logits_processors(model, passes)
         self._vocab_size = info.vocab_size
         self._hooks: list[Any] = []
         self._aux_layer_ids: list[int] = []
@@ -298,7 +316,7 @@ class Capture:
                 forward()
                 tap = self._reached()
                 self._add_residual = self._choose(outputs, tap.hidden)
-                self._head = Head(tap.processor, tap.lm_head[0], self._vocab_size)
+                self._head = Head(tap.processor, tap.lm_head[0], self._vocab_size, tap.hidden)
                 if not bool(self._head(tap.hidden).isfinite().all()):
                     raise CaptureError("the target's logits hold inf or nan: its weights are damaged")
         finally:

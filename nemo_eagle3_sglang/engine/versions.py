@@ -265,6 +265,27 @@ def gather_rows(weight: torch.Tensor) -> torch.Tensor:
     return parallel_state.get_tp_group().all_gather(weight.contiguous(), dim=0)
 
 
+def prepare_server_process() -> None:
+    """Let SGLang's own processes run on a host without CUDA; see :func:`build_environment` (0.5.16, 0.5.17)."""
+    if not torch.cuda.is_available():
+        from sglang.srt.layers.rotary_embedding import base as rotary
+
+        rotary._is_cpu = True
+
+
+def tensor_rank() -> tuple[int, int]:
+    """Return this process's rank among those that share the target's weights, and their number (0.5.16, 0.5.17)."""
+    from sglang.srt.distributed import parallel_state
+
+    group = parallel_state.get_tp_group()
+    return int(group.rank_in_group), int(group.world_size)
+
+
+def replica_argument(replica: int | None) -> dict[str, int]:
+    """Return what sends a request of ``Engine`` to one data-parallel replica (0.5.16, 0.5.17)."""
+    return {} if replica is None else {"routed_dp_rank": replica}
+
+
 def is_partial(states: torch.Tensor) -> bool:
     """Return whether ``states`` are still to be summed over the ranks (0.5.16, 0.5.17: fused into the next norm)."""
     return bool(getattr(states, "_sglang_needs_allreduce_fusion", False))

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_eagle3_sglang.contracts import DraftTargets, Sequences, Supervision, TargetRunner
+from nemo_eagle3_sglang.contracts import DraftTargets, Sequences, Supervision, TargetRunner, TargetStates
+from nemo_eagle3_sglang.head_rows import HeadRows
 from nemo_eagle3_sglang.supervision.head import chunks, draft_targets, summarise
 from nemo_eagle3_sglang.supervision.source import RunnerSource
 
@@ -54,8 +55,7 @@ class GroupSource(RunnerSource):
         """See :meth:`RunnerSource.set_vocab_mapping`; the ranks tell each other which columns of the head they hold."""
         super().set_vocab_mapping(selected_token_ids, selected_token_mask)
         head, vocab = self.runner.head(), len(selected_token_mask)
-        own: range = getattr(head, "columns", range(vocab))
-        columns = [range(*row.tolist()) for row in self._gathered(torch.tensor([own.start, own.stop]))]
+        columns = self._columns()
         if all(len(part) == vocab for part in columns):
             self._shards = None
             return
@@ -64,6 +64,11 @@ class GroupSource(RunnerSource):
         probe = torch.zeros((1, self.info.hidden_size), dtype=self.dtype, device=self.device)
         self._shards = _Shards(columns, places, head(probe).dtype)
 
+    def _columns(self) -> list[range]:
+        """Return the token ids of every rank's shard of the head."""
+        own: range = getattr(self.runner.head(), "columns", range(self.info.vocab_size))
+        return [range(*row.tolist()) for row in self._gathered(torch.tensor([own.start, own.stop]))]
+
     @torch.no_grad()
     def supervise(self, sequences: Sequences) -> Supervision:
         """Run the target over all ranks' sequences; return what belongs to this rank's.
@@ -71,9 +76,33 @@ class GroupSource(RunnerSource):
         Raises:
             RuntimeError: A rank ended without leaving, or did not come within the timeout.
         """
+        self.vocab_mapping()
         found = self._step(Share(sequences.tokens, sequences.lengths, sequences.supervised))
-        assert found is not None
+        assert isinstance(found, Supervision)
         return found
+
+    @torch.no_grad()
+    def states(self, sequences: Sequences) -> TargetStates:
+        """See :meth:`RunnerSource.states`; for all ranks together, none of which has a draft vocabulary."""
+        found = self._step(Share(sequences.tokens, sequences.lengths, sequences.supervised))
+        assert isinstance(found, TargetStates)
+        return found
+
+    @torch.no_grad()
+    def head_rows(self, token_ids: torch.Tensor) -> HeadRows:
+        """See :meth:`RunnerSource.head_rows`; every rank gets the rows of all shards."""
+        ids, columns = token_ids.to(self.device), self._columns()[self._rank]
+        own = ((ids >= columns.start) & (ids < columns.stop)).nonzero().squeeze(-1)
+        found = self._readable_head().rows_at(ids[own])
+        # A sum with zeros puts the shards together, as exactly as it is simple.
+        weight = found.weight.new_zeros((len(ids), self.info.hidden_size))
+        weight[own] = found.weight
+        bias = found.weight.new_zeros(len(ids))
+        if found.bias is not None:
+            bias[own] = found.bias
+        dist.all_reduce(weight)
+        dist.all_reduce(bias)
+        return HeadRows(weight, bias if bool(bias.any()) else None, found.scale, found.softcap)
 
     def close(self) -> None:
         """Take part, with nothing, in what the others still run; free the target when all have left."""
@@ -82,19 +111,34 @@ class GroupSource(RunnerSource):
             pass
         super().close()
 
-    def _step(self, own: Share, leaving: bool = False) -> Supervision | None:
-        """Run one step; ``None`` when every rank is leaving."""
+    def _step(self, own: Share, leaving: bool = False) -> Supervision | TargetStates | None:
+        """Run one step; ``None`` when every rank is leaving. Without a draft vocabulary it gives states."""
         shares = self._agree(own, leaving)
         if shares is None:
             return None
         lengths = [n for share in shares for n in share.lengths]
         starts = np.cumsum([0, *(len(share.tokens) for share in shares)])
         supervised = np.concatenate([share.supervised + at for share, at in zip(shares, starts, strict=False)])
-        mapping = self.vocab_mapping()
         states = self.forward(Sequences(np.concatenate([share.tokens for share in shares]), lengths, supervised))
         hidden = states.last.index_select(0, torch.from_numpy(supervised).to(self.device))
-        targets = self._targets(hidden, [len(share.supervised) for share in shares], *mapping)
-        return Supervision(states.aux[starts[self._rank] : starts[self._rank + 1]], targets)
+        counts = [len(share.supervised) for share in shares]
+        aux = states.aux[starts[self._rank] : starts[self._rank + 1]]
+        if self._mapping is None:
+            best = self._best(*self._own_choices(hidden)).split(counts)[self._rank]
+            return TargetStates(aux, hidden.split(counts)[self._rank], best)
+        return Supervision(aux, self._targets(hidden, counts, *self.vocab_mapping()))
+
+    def _own_choices(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this shard's best logit ``[n]`` and token ``[n]`` at every position."""
+        head = self.runner.head()
+        columns: range = getattr(head, "columns", range(self.info.vocab_size))
+        best = torch.empty(len(hidden), dtype=torch.float32, device=self.device)
+        best_ids = torch.empty(len(hidden), dtype=torch.int64, device=self.device)
+        for part, logits in chunks(head, hidden, len(columns)):
+            best[part], place = logits.float().max(dim=-1)
+            best_ids[part] = place + columns.start
+            del logits
+        return best, best_ids
 
     def _agree(self, own: Share, leaving: bool) -> list[Share] | None:
         """Return every rank's share, or ``None`` when all are leaving."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from nemo_eagle3_sglang.contracts import DraftTargets, Head
+from nemo_eagle3_sglang.head_rows import HeadRows
 
 # Logits of one chunk of positions, [chunk, V]: large enough for a full-speed GEMM, small beside a training step.
 CHUNK_BYTES = 128 * 2**20
@@ -37,6 +38,28 @@ def draft_targets(
         lse[part] = torch.logsumexp(chosen.float(), dim=-1)
         del logits
     return DraftTargets(hidden.new_empty((0, width)) if kept is None else kept, lse, choices, in_draft_vocab)
+
+
+def choices(head: Head, hidden: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return the argmax over the head's ``columns`` at each position of ``hidden`` ``[P, H]``: ``[P]`` int64."""
+    best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+    for part, logits in chunks(head, hidden, columns):
+        best[part] = logits.argmax(dim=-1)
+        del logits
+    return best
+
+
+def targets_of(rows: HeadRows, hidden: torch.Tensor, in_draft_vocab: torch.Tensor) -> DraftTargets:
+    """Return the targets at positions whose argmax over all of V is already known.
+
+    Args:
+        rows: The head at the D tokens of the draft vocabulary, in the order of the draft ids.
+        hidden: ``[P, H]``, what the target's logits processor is handed.
+        in_draft_vocab: ``[P]`` bool.
+    """
+    logits = [part_logits for _, part_logits in chunks(rows, hidden, rows.weight.shape[0])]
+    empty = hidden.new_empty((0, rows.weight.shape[0]))
+    return summarise(torch.cat(logits) if logits else empty, in_draft_vocab)
 
 
 def distribution(targets: DraftTargets) -> torch.Tensor:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from nemo_eagle3_sglang.contracts import NUM_AUX_LAYERS, AuxPlan, HiddenStates, Sequences, Supervision, TargetRunner
-from nemo_eagle3_sglang.supervision.head import draft_targets
+from nemo_eagle3_sglang.contracts import (
+    NUM_AUX_LAYERS,
+    AuxPlan,
+    HiddenStates,
+    Sequences,
+    Supervision,
+    TargetRunner,
+    TargetStates,
+)
+from nemo_eagle3_sglang.errors import ConfigError
+from nemo_eagle3_sglang.head_rows import HeadRows
+from nemo_eagle3_sglang.supervision.head import choices, draft_targets
 
 
 class RunnerSource:
@@ -49,12 +60,39 @@ class RunnerSource:
         """See :meth:`SupervisionSource.supervise`. The head runs at the supervised positions only."""
         mapping = self.vocab_mapping()
         states = self.forward(sequences)
-        supervised = sequences.device_supervised
-        if supervised is None:
-            supervised = torch.from_numpy(sequences.supervised).to(self.device)
-        return Supervision(
-            states.aux, draft_targets(self.runner.head(), states.last.index_select(0, supervised), *mapping)
-        )
+        last = states.last.index_select(0, self.supervised(sequences))
+        return Supervision(states.aux, draft_targets(self.runner.head(), last, *mapping))
+
+    @torch.no_grad()
+    def states(self, sequences: Sequences) -> TargetStates:
+        """Return what is shipped or kept on disk; no draft vocabulary is needed."""
+        found = self.forward(sequences)
+        last = found.last.index_select(0, self.supervised(sequences))
+        return TargetStates(found.aux, last, choices(self.runner.head(), last, self.info.vocab_size))
+
+    @torch.no_grad()
+    def head_rows(self, token_ids: torch.Tensor) -> HeadRows:
+        """Return the head at ``token_ids`` ``[n]`` int64, by which states become targets.
+
+        Raises:
+            ConfigError: The engine's head cannot be read.
+        """
+        return self._readable_head().rows_at(token_ids.to(self.device))
+
+    def _readable_head(self) -> Any:
+        head = self.runner.head()
+        if not hasattr(head, "rows_at"):
+            raise ConfigError(
+                f"{type(head).__name__} of this target backend has no rows_at(token_ids): its states cannot be kept or "
+                "shipped without the head that makes logits of them"
+            )
+        return head
+
+    def supervised(self, sequences: Sequences) -> torch.Tensor:
+        """Return the supervised tokens ``[P]`` on the device."""
+        if sequences.device_supervised is not None:
+            return sequences.device_supervised
+        return torch.from_numpy(sequences.supervised).to(self.device)
 
     def vocab_mapping(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the ids and the mask on the device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,30 +24,29 @@ class Submitted(dict[str, torch.Tensor]):
 
 
 class AheadLoader:
-    """A data loader that submits each batch to the target before the batch in front of it is trained on.
+    """A data loader that submits each batch to the target before the batches in front of it are trained on.
 
-    A batch is handed out when the one behind it has been submitted. At that moment all work on the batch before it has
-    been enqueued, which is what the target's process needs to know before it writes over that one's states.
+    A batch is handed out when ``depth`` batches behind it have been submitted. At that moment all work on the batch
+    before it has been enqueued, which is what a target's process needs to know before it writes over that one's states.
 
     Args:
         loader: What it wraps; everything but iteration is its own.
         submit: Called with a batch; returns ``None`` where nothing can work ahead.
+        depth: Batches that are submitted before they are needed.
     """
 
-    def __init__(self, loader: Any, submit: Callable[[dict[str, torch.Tensor]], Unroll | None]) -> None:
-        self._loader, self._submit = loader, submit
+    def __init__(self, loader: Any, submit: Callable[[dict[str, torch.Tensor]], Unroll | None], depth: int = 1) -> None:
+        self._loader, self._submit, self._depth = loader, submit, depth
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches, submitted."""
-        held: Any = None
+        held: deque[Any] = deque()
         for batch in self._loader:
             plan = self._submit(batch)
-            following = batch if plan is None else Submitted(batch, plan)
-            if held is not None:
-                yield held
-            held = following
-        if held is not None:
-            yield held
+            held.append(batch if plan is None else Submitted(batch, plan))
+            if len(held) > self._depth:
+                yield held.popleft()
+        yield from held
 
     def __len__(self) -> int:
         """Return the batches of an epoch."""

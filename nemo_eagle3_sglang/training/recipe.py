@@ -145,7 +145,10 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
             step=lambda: self.runtime.global_step,
         )
         loader = TimedLoader(loader, self.meter)
-        return AheadLoader(loader, self._submit) if args.get("target_prefetch_depth", 0) and self._is_ours() else loader
+        if not self._is_ours():
+            return loader
+        ahead = target.batches_ahead(validate(self.cfg.to_dict()).recipe_args, self.dist_env.world_size)
+        return AheadLoader(loader, self._submit, ahead) if ahead else loader
 
     def _is_ours(self) -> bool:
         return backends.is_registered(self._backend)
@@ -367,11 +370,7 @@ def _check_features(args: RecipeArgs) -> None:
         logger.warning(
             "recipe_args.freeze_embeddings: false trains embeddings that SGLang replaces by the target's when it serves"
         )
-    if args.target_prefetch_depth > 0 and target.choose_process(args, preflight.world_size()) == "inline":
-        raise ConfigError(
-            f"recipe_args.target_prefetch_depth: {args.target_prefetch_depth} needs a target that runs beside the "
-            "trainer; write 0, or target_process: sidecar"
-        )
+    target.batches_ahead(args, preflight.world_size())
 
 
 def _check_backend(request: BackendRequest, backend: str) -> None:

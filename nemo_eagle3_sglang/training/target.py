@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # SGLang's parallel state is one per process, and wants a default process group that is the target's alone.
 ALONE_IN_ITS_PROCESS = ("sglang",)
+# They run nothing here: there is no process to choose.
+ELSEWHERE = ("remote",)
 
 
 def backend_request(args: RecipeArgs, device: torch.device, dtype: torch.dtype) -> BackendRequest:
@@ -46,6 +48,23 @@ def tp_size(options: Mapping[str, Any]) -> int:
     return size if isinstance(size, int) and size > 0 else 1
 
 
+def batches_ahead(args: RecipeArgs, world: int) -> int:
+    """Return how many micro-batches the target is given before the draft has trained on the one before them.
+
+    Raises:
+        ConfigError: The target cannot run beside the trainer.
+    """
+    depth = args.target_prefetch_depth
+    if not depth or args.target_model_backend in ELSEWHERE:
+        return depth
+    if choose_process(args, world) == "inline":
+        raise ConfigError(
+            f"recipe_args.target_prefetch_depth: {depth} needs a target that runs beside the trainer; write 0, or "
+            "target_process: sidecar"
+        )
+    return 1
+
+
 def choose_process(args: RecipeArgs, world: int) -> str:
     """Return ``inline`` or ``sidecar``: where ``recipe_args.target_process`` puts the target; see ``schema.py``.
 
@@ -57,6 +76,13 @@ def choose_process(args: RecipeArgs, world: int) -> str:
         ConfigError: The job's processes cannot be divided among the targets, or ``inline`` is asked for where the
             target needs a process of its own.
     """
+    if args.target_model_backend in ELSEWHERE:
+        if args.target_process == "sidecar" or args.sglang_python is not None:
+            key = "sglang_python" if args.sglang_python is not None else "target_process: sidecar"
+            raise ConfigError(
+                f"recipe_args.{key}: target_model_backend: {args.target_model_backend} runs no target here; remove it"
+            )
+        return "inline"
     tp = tp_size(args.backend_options())
     if world % tp:
         raise ConfigError(
@@ -94,7 +120,8 @@ def open_source(args: RecipeArgs, request: BackendRequest, world: int, timeout_s
         CaptureError: The target's states cannot be captured with certainty.
     """
     if choose_process(args, world) == "inline":
-        return RunnerSource(backends.load(args.target_model_backend)(request))
+        opened = backends.load(args.target_model_backend)(request)
+        return opened if isinstance(opened, SupervisionSource) else RunnerSource(opened)
     tp = tp_size(request.options)
     group, store = target_group(tp, request.device, timeout_s)
     shared = dataclasses.replace(request, tp_rank=group.rank, micro_batch_size=tp * request.micro_batch_size)
