@@ -101,6 +101,8 @@ def _on_cpu(given: Namespace, default: Namespace) -> None:
         "sampling_backend": "pytorch",
         "max_total_tokens": 16384,
         "mem_fraction_static": 0.2,
+        # The scheduler would spin on a core that the trainer needs.
+        "sleep_on_idle": True,
         "max_running_requests": 64,
     }
     for name, value in wanted.items():

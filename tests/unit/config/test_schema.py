@@ -467,6 +467,8 @@ def test_every_argument_that_automodel_reads_is_known():
         "kv_pool",
         "target_process",
         "sglang_python",
+        "remote_token_file",
+        "remote_rows",
         "hf_args",
         "<backend>_args",
         "decode_eval",
