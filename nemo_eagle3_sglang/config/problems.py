@@ -88,8 +88,8 @@ def _required_together(args: RecipeArgs) -> Iterator[str]:
 def _remote(args: RecipeArgs) -> Iterator[str]:
     backend = args.target_model_backend
     ours = backends.is_registered(backend)
-    if backend == "remote" and not ours and not (args.remote_url or args.remote_urls or args.cached_target_path):
-        yield "recipe_args.remote_urls: missing; target_model_backend 'remote' needs e.g. [http://127.0.0.1:8001]"
+    if backend == "remote" and not (args.remote_url or args.remote_urls or args.cached_target_path):
+        yield "recipe_args.remote_urls: missing; target_model_backend 'remote' needs e.g. [http://127.0.0.1:8765]"
     if args.kv_pool == "auto" and args.sglang_args.get("max_total_tokens") is not None:
         yield (
             "recipe_args.kv_pool: auto sizes the pool, and sglang_args.max_total_tokens: "

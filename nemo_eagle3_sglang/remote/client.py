@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = 1
 MAX_JSON = 2**20
+READ_BYTES = 2**22
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 RETRIED_STATUS = (502, 503, 504)
 
@@ -108,7 +109,7 @@ class RemoteProvider:
         if status != 200 or not isinstance(card, dict) or "fingerprint" not in card:
             raise ConfigError(
                 f"recipe_args.remote_urls: {url} is no target server of this package (HTTP {status}); AutoModel's own "
-                "is used by its own recipe, `recipe: TrainEagle3Recipe`"
+                "is used with `recipe: TrainEagle3Recipe` and `automodel`"
             )
         return card
 
@@ -240,7 +241,10 @@ class RemoteProvider:
         def readinto(view: memoryview) -> int:
             if time.monotonic() > end:
                 raise TimeoutError(f"no whole answer within {self._remote.timeout_s:.0f} s")
-            return response.readinto(view)
+            # One read of the socket at most: `readinto` would wait for all of the view, whatever the clock says.
+            part = response.read1(min(len(view), READ_BYTES))
+            view[: len(part)] = part
+            return len(part)
 
         frame = frames.read(readinto, limit, pin=self._device.type == "cuda")
         # To the end, so that the connection can be used again; more than the frame is not an answer to this.

@@ -17,7 +17,7 @@ def pack(states: TargetStates, rows: str) -> dict[str, torch.Tensor]:
     choices = states.choices.to(torch.int32)
     if rows == "native":
         return {"aux": states.aux, "last": states.last, "choices": choices}
-    aux, aux_scale = _quantise(states.aux.view(len(states.aux), NUM_AUX_LAYERS, -1))
+    aux, aux_scale = _quantise(_apart(states.aux))
     last, last_scale = _quantise(states.last)
     return {
         "aux": aux.flatten(1),
@@ -32,8 +32,7 @@ def unpack(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> TargetSta
     """Return the states in ``dtype``; what :func:`pack` gave them as is told by the scales."""
     aux, last = tensors["aux"], tensors["last"]
     if "aux_scale" in tensors:
-        parts = aux.view(len(aux), NUM_AUX_LAYERS, -1)
-        aux = (parts.float() * tensors["aux_scale"].unsqueeze(-1)).flatten(1)
+        aux = (_apart(aux).float() * tensors["aux_scale"].unsqueeze(-1)).flatten(1)
         last = last.float() * tensors["last_scale"].unsqueeze(-1)
     return TargetStates(aux.to(dtype), last.to(dtype), tensors["choices"].long())
 
@@ -52,6 +51,11 @@ def shapes(
         return plain
     scales = {"aux_scale": (torch.float32, (tokens, NUM_AUX_LAYERS)), "last_scale": (torch.float32, (positions,))}
     return {**plain, **scales}
+
+
+def _apart(aux: torch.Tensor) -> torch.Tensor:
+    """Return ``[T, A*H]`` as ``[T, A, H]``, with no token too."""
+    return aux.view(len(aux), NUM_AUX_LAYERS, aux.shape[-1] // NUM_AUX_LAYERS)
 
 
 def _quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -245,10 +245,11 @@ def is_ours(command: Command) -> bool:
     if not _names(recipe, AUTOMODEL_RECIPE):
         return False
 
-    from nemo_eagle3_sglang.backends import is_registered
+    from nemo_eagle3_sglang.backends import AUTOMODEL_BACKENDS, is_registered
 
     backend = _backend_name(config, command.overrides)
-    return backend is not None and is_registered(backend)
+    # Under AutoModel's recipe `remote` means AutoModel's own servers, which ours cannot talk to.
+    return backend is not None and is_registered(backend) and backend not in AUTOMODEL_BACKENDS
 
 
 def check_automodel_installed() -> None:
