@@ -1,7 +1,7 @@
 """Tensors on the wire: the safetensors format, read from a stream, with every size checked before memory is taken.
 
-No pickle anywhere. ``safetensors`` itself reads whole files; a frame here is read as it arrives, into one buffer, and
-only once its header has been held against what the reader is willing to take.
+Nothing in it can run code. ``safetensors`` itself reads whole files; a frame here is read as it arrives, into one
+buffer, and only once its header has been held against what the reader is willing to take.
 """
 
 from __future__ import annotations
