@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class RunMeter:
         self._tokens_total = 0
         self._first: dict[str, Any] | None = None
         self._last: dict[str, Any] | None = None
+        self._accepted: tuple[torch.Tensor, torch.Tensor] | None = None
         self.bar: tqdm | None = None
         self.restart()
 
@@ -85,6 +87,32 @@ class RunMeter:
         while self._spans and self._spans[0][2].query():
             part, start, end = self._spans.popleft()
             self._seconds[part] += start.elapsed_time(end) / 1e3
+
+    def accepted(self, hits: torch.Tensor, valid: torch.Tensor) -> None:
+        """Keep the counts ``[K]`` behind the next record's simulated accept length, those of all ranks."""
+        self._accepted = hits, valid
+
+    @contextmanager
+    def keep_acceptance(self, loop: ModuleType) -> Iterator[None]:
+        """Keep the counts behind each simulated accept length that AutoModel's loop forms.
+
+        Its log point adds them up over the ranks and returns one number. A subclass could only count again, with a
+        second collective at the same point of every rank; so the function that takes the sums is wrapped instead.
+
+        Args:
+            loop: The module of the loop, which calls its global ``simulated_accept_length(hits, valid)``.
+        """
+        formula = loop.simulated_accept_length
+
+        def keeping(hits: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+            self.accepted(hits, valid)
+            return formula(hits, valid)
+
+        loop.simulated_accept_length = keeping
+        try:
+            yield
+        finally:
+            loop.simulated_accept_length = formula
 
     @property
     def tokens(self) -> int:
@@ -144,6 +172,9 @@ class RunMeter:
         that was saved in the window); ``train/mfu`` where FLOPs were counted and the device's peak is known;
         ``train/peak_memory_gib`` on a GPU.
 
+        Added beside a simulated accept length: ``train/acceptance_1``, … or ``val/acceptance_1``, …: the share of
+        chains whose drafts are the target's up to that position; 1 and their sum is the accept length.
+
         AutoModel's EAGLE-3 recipe (0.6.0) logs to W&B alone: it has no MLflow logger, so none is fed here.
 
         Args:
@@ -155,6 +186,7 @@ class RunMeter:
                 f"step {step}: train/loss is {data['train/loss']}; the draft holds no numbers any more. Lower "
                 "optimizer.lr, or look for inf/nan in the target's states; checkpoints before this step can be resumed"
             )
+        data = {**data, **self._by_position(data)}
         if "train/loss" in data:
             data = {**data, **self._window()}
             self._first = self._first or data
@@ -163,6 +195,15 @@ class RunMeter:
         self._write({"step": step, "tokens": self._tokens_total, "time": time.time(), **data})
         self.restart()
         return data
+
+    def _by_position(self, data: dict[str, Any]) -> dict[str, float]:
+        counts, self._accepted = self._accepted, None
+        part = next((name for name in ("train", "val") if f"{name}/tau_sim" in data), None)
+        if part is None or counts is None:
+            return {}
+        hits, valid = counts
+        shares = (hits.float() / valid.float().clamp_min(1.0)).tolist()
+        return {f"{part}/acceptance_{position}": share for position, share in enumerate(shares, 1)}
 
     def _window(self) -> dict[str, float]:
         seconds = max(time.perf_counter() - self._since, 1e-9)
@@ -202,19 +243,8 @@ class RunMeter:
         self.bar.set_postfix({**postfix, **speed})
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self._path is None:
-            return
-        with self._path.open("a", encoding="utf-8") as sink:
-            sink.write(("\n" if self._torn() else "") + json.dumps(record) + "\n")
-
-    def _torn(self) -> bool:
-        """Return whether the file ends in the middle of a line, as a killed run leaves it."""
-        assert self._path is not None
-        with self._path.open("rb") as source:
-            if source.seek(0, 2) == 0:
-                return False
-            source.seek(-1, 2)
-            return source.read(1) != b"\n"
+        if self._path is not None:
+            append_line(self._path, record)
 
     def summary(self) -> str | None:
         """Return how loss, accuracy and accept length moved from the first log window to the last."""
@@ -262,3 +292,19 @@ class TimedLoader:
     def __getattr__(self, name: str) -> Any:
         """Return what is the loader's."""
         return getattr(self._loader, name)
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append ``record`` as a line of JSON; what JSON lacks is written as text."""
+    line = json.dumps(record, default=str) + "\n"
+    with path.open("a", encoding="utf-8") as sink:
+        sink.write(("\n" if _torn(path) else "") + line)
+
+
+def _torn(path: Path) -> bool:
+    """Return whether the file ends in the middle of a line, as a killed run leaves it."""
+    with path.open("rb") as source:
+        if source.seek(0, 2) == 0:
+            return False
+        source.seek(-1, 2)
+        return source.read(1) != b"\n"

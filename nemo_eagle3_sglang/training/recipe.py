@@ -12,6 +12,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from nemo_automodel.components.speculative.eagle.core import Eagle3TrainerModule
 from nemo_automodel.components.speculative.eagle.draft_llama import LlamaEagle3DraftModel
 from nemo_automodel.components.speculative.eagle.registry import EAGLE3_DRAFT_REGISTRY, DraftSpec
 from nemo_automodel.components.utils import flops_utils
+from nemo_automodel.recipes.llm import train_eagle3
 from nemo_automodel.recipes.llm.train_eagle3 import TrainEagle3Recipe
 from tqdm import tqdm
 from transformers import PretrainedConfig
@@ -36,7 +38,7 @@ from nemo_eagle3_sglang.contracts import AuxPlan, BackendRequest
 from nemo_eagle3_sglang.errors import ConfigError
 from nemo_eagle3_sglang.supervision.backend import RunnerBackend
 from nemo_eagle3_sglang.supervision.unroll import Unroll
-from nemo_eagle3_sglang.training import chat_data, draft_registry, preflight, resume, target
+from nemo_eagle3_sglang.training import chat_data, draft_registry, preflight, record, resume, target
 from nemo_eagle3_sglang.training.ahead import AheadLoader, Submitted
 from nemo_eagle3_sglang.training.export import make_servable, serve_command
 from nemo_eagle3_sglang.training.flops import StepFlops, peak_flops
@@ -79,6 +81,7 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
         metrics = Path(config.recipe_args.output_dir) / "metrics.jsonl" if os.environ.get("RANK", "0") == "0" else None
         self.meter = RunMeter(metrics, device, peak_flops(device))
         self._flops: StepFlops | None = None
+        self._record = partial(record.write, config, trainer, device)
         # AutoModel seeds its generators after the draft has drawn its first weights: two runs would never be equal.
         torch.manual_seed(config.recipe_args.shuffle_seed)
         try:
@@ -213,6 +216,7 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
             torch.distributed.all_reduce(sums)
             torch.distributed.all_reduce(steps)
         loss, accuracy = (sums[:2] / sums[2].clamp_min(1)).float()
+        self.meter.accepted(*steps)
         return loss, accuracy, simulated_accept_length(*steps).item() if bool(steps[1].sum()) else None
 
     def _make_progress_bar(self, total: int | None = None, initial: int = 0) -> Any:
@@ -266,7 +270,10 @@ class TrainEagle3SGLangRecipe(TrainEagle3Recipe):
                 f"the checkpoint in recipe_args.output_dir is at step {start}, past the {self.total_optim_steps} steps "
                 "of this run (other data or batch size?): choose another output_dir, or raise recipe_args.num_epochs"
             )
-        super().run_train_validation_loop()
+        if self.dist_env.is_main:
+            self._record(self.dist_env.world_size, start)
+        with self.meter.keep_acceptance(train_eagle3):
+            super().run_train_validation_loop()
         if self.dist_env.is_main:
             self._report(start)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -352,3 +353,48 @@ def test_a_run_from_the_start_leaves_an_earlier_one_aside(tmp_path):
     second.log(point(2.0), 1)
     assert [line["train/loss"] for line in lines(path)] == [2.0]
     assert [line["train/loss"] for line in lines(tmp_path / "metrics.superseded.jsonl")] == [3.0]
+
+
+def automodels_loop() -> ModuleType:
+    """A module that forms the accept length as AutoModel's does: from its own global, out of the summed counts."""
+    module = ModuleType("loop")
+    exec(
+        "def simulated_accept_length(hits, valid):\n    return 1 + (hits / valid.clamp_min(1)).sum()\n"
+        "def window(hits, valid):\n    return simulated_accept_length(hits, valid).item()\n",
+        module.__dict__,
+    )
+    return module
+
+
+def test_acceptance_by_position_is_that_of_the_accept_length(tmp_path):
+    meter, loop = RunMeter(tmp_path / "metrics.jsonl"), automodels_loop()
+    formula = loop.simulated_accept_length
+    with meter.keep_acceptance(loop):
+        tau = loop.window(torch.tensor([6.0, 3.0, 0.0]), torch.tensor([8.0, 6.0, 0.0]))
+        meter.log(point(3.0, tau=tau), 2)
+        meter.log(point(3.0, tau=None), 4)
+    assert loop.simulated_accept_length is formula, "AutoModel's function is given back"
+    first, second = lines(tmp_path / "metrics.jsonl")
+    shares = [first[f"train/acceptance_{position}"] for position in (1, 2, 3)]
+    assert shares == [0.75, 0.5, 0.0]
+    assert 1 + sum(shares) == first["train/tau_sim"]
+    assert not [key for key in second if "acceptance" in key], "a window's counts are not the next one's"
+
+
+def test_the_acceptance_of_an_evaluation_is_the_evaluations(tmp_path):
+    meter = RunMeter(tmp_path / "metrics.jsonl")
+    meter.accepted(torch.tensor([1, 1]), torch.tensor([2, 4]))
+    meter.log({"val/loss": 2.0, "val/tau_sim": 1.75}, 2)
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert {key: value for key, value in line.items() if "acceptance" in key} == {
+        "val/acceptance_1": 0.5,
+        "val/acceptance_2": 0.25,
+    }
+
+
+def test_the_function_is_given_back_when_the_run_fails():
+    loop = automodels_loop()
+    formula = loop.simulated_accept_length
+    with pytest.raises(RuntimeError), RunMeter(None).keep_acceptance(loop):
+        raise RuntimeError("out of memory")
+    assert loop.simulated_accept_length is formula
