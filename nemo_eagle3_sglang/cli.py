@@ -39,6 +39,7 @@ def build_parser() -> ArgumentParser:
     _add_validate(commands)
     _add_plan(commands)
     _add_serve_target(commands)
+    _add_report(commands)
     _add_backends(commands)
     return parser
 
@@ -148,6 +149,26 @@ is under way is done. Exit status: 0, 2 when the user can mend what is wrong, 1 
     parser.set_defaults(handler=_serve_target, takes_overrides=True)
 
 
+def _add_report(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "report",
+        "draw one or several runs on one HTML page, from the files they wrote",
+        f"""\
+examples:
+  {PROGRAM} report outputs/my_draft
+  {PROGRAM} report outputs/lr_1e-4 outputs/lr_3e-4 --out compare.html
+
+Loss, accuracy and simulated accept length against tokens, acceptance by position, time and memory split, versions and
+configuration; several runs are drawn over each other. Read from metrics.jsonl and run.jsonl, while a run goes on too.
+The file loads nothing from anywhere and runs no script. Needs matplotlib (the extra `report`).
+Exit status: 0, 2 for a run that cannot be read.""",
+    )
+    parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="output_dir of a run")
+    parser.add_argument("--out", metavar="FILE", help="HTML file to write (default: report.html in the first RUN_DIR)")
+    parser.set_defaults(handler=_report, takes_overrides=False)
+
+
 def _add_backends(commands: Any) -> None:
     parser = _add_command(
         commands,
@@ -196,6 +217,14 @@ def _serve_target(args: Namespace, rest: list[str]) -> int:
             f"serve-target needs {error.name}; pip install 'nemo-eagle3-sglang[serve]' brings it"
         ) from error
     return serve_command(args, rest)
+
+
+def _report(args: Namespace, rest: list[str]) -> None:
+    from nemo_eagle3_sglang.report.page import write_report
+
+    path = write_report(args.runs, args.out)
+    count = len(args.runs)
+    print(f"Report on {count} {'run' if count == 1 else 'runs'}: {path} ({path.stat().st_size / 1024:,.0f} KiB)")
 
 
 def _backends(args: Namespace, rest: list[str]) -> None:

@@ -59,7 +59,7 @@ def versions(sglang_python: str | None) -> dict[str, str | None]:
             found[name] = None
     if sglang_python is not None:
         found["sglang"] = f"that of {sglang_python}"
-    return {**found, "python": platform.python_version(), "CUDA": torch.version.cuda}
+    return {**found, "python": platform.python_version(), "CUDA of torch": torch.version.cuda}
 
 
 def memory_plan(config: Config, trainer: str, world: int, gpu_bytes: int) -> dict[str, Any]:
