@@ -106,7 +106,7 @@ def test_help_lists_the_commands(capsys):
     ("argv", "message"),
     [
         (["trian", "x.yaml"], "unknown command 'trian' (did you mean 'train'?); known: train, validate, plan"),
-        (["xyzzy"], "unknown command 'xyzzy'; known: train, validate, plan, serve-target, backends"),
+        (["xyzzy"], "unknown command 'xyzzy'; known: train, validate, plan, serve-target, report, backends"),
         ([], "the following arguments are required: COMMAND"),
         (["train"], "the following arguments are required: CONFIG"),
         (["train", "x.yaml", "--nproc-per-node=two"], "invalid int value: 'two'"),

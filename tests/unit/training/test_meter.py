@@ -372,7 +372,7 @@ def test_acceptance_by_position_is_that_of_the_accept_length(tmp_path):
     with meter.keep_acceptance(loop):
         tau = loop.window(torch.tensor([6.0, 3.0, 0.0]), torch.tensor([8.0, 6.0, 0.0]))
         meter.log(point(3.0, tau=tau), 2)
-        meter.log(point(3.0, tau=None), 4)
+        meter.log(point(3.0), 4)
     assert loop.simulated_accept_length is formula, "AutoModel's function is given back"
     first, second = lines(tmp_path / "metrics.jsonl")
     shares = [first[f"train/acceptance_{position}"] for position in (1, 2, 3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,3 +105,12 @@ def test_a_target_that_cannot_be_counted_does_not_stop_the_run(target, tmp_path,
     monkeypatch.setattr(memory, "target_bytes", unknown)
     found = record.memory_plan(config_of(target, tmp_path), "flat", 1, 0)
     assert found == {"reason": "KeyError: 'intermediate_size'"}
+
+
+def test_a_gpu_is_named_with_its_memory(target, tmp_path, monkeypatch):
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=150 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    record.write(config_of(target, tmp_path), "flat", torch.device("cuda"), 1, 0)
+    line = json.loads((tmp_path / "run.jsonl").read_text())
+    assert line["device"] == "NVIDIA H200"
+    assert line["memory"]["gpu"] == 150 * 10**9
