@@ -149,17 +149,23 @@ def build_environment(device: torch.device, tp_size: int = 1) -> Iterator[None]:
     variables: dict[str, str] = {}
     if device.type == "cpu":
         rotary._is_cpu = True
-        if tp_size > 1:
-            variables = {
-                "SGLANG_CPU_OMP_THREADS_BIND": "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * tp_size),
-                "SGLANG_NCCL_SO_PATH": "none: this target is on CPUs",
-            }
+        variables = cpu_group_variables(tp_size)
     try:
         with _variables(variables):
             yield
     finally:
         rotary._is_cpu = is_cpu
         torch.set_num_threads(threads)
+
+
+def cpu_group_variables(tp_size: int) -> dict[str, str]:
+    """Return what a target that ranks on CPUs share needs in its environment; see :func:`build_environment`."""
+    if tp_size == 1:
+        return {}
+    return {
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join([f"0-{(os.cpu_count() or 1) - 1}"] * tp_size),
+        "SGLANG_NCCL_SO_PATH": "none: this target is on CPUs",
+    }
 
 
 @contextlib.contextmanager
@@ -265,12 +271,18 @@ def gather_rows(weight: torch.Tensor) -> torch.Tensor:
     return parallel_state.get_tp_group().all_gather(weight.contiguous(), dim=0)
 
 
-def prepare_server_process() -> None:
-    """Let SGLang's own processes run on a host without CUDA; see :func:`build_environment` (0.5.16, 0.5.17)."""
+def prepare_server_process(tp_size: int = 1) -> None:
+    """Let SGLang's own processes run on a host without CUDA; see :func:`build_environment` (0.5.16, 0.5.17).
+
+    For the rest of this process and of those that it starts, which are SGLang's.
+    """
     if not torch.cuda.is_available():
         from sglang.srt.layers.rotary_embedding import base as rotary
 
         rotary._is_cpu = True
+        # SGLang compiles the embedding of a sharded target, on a CPU a minute for nothing.
+        for name, value in {**cpu_group_variables(tp_size), "TORCHDYNAMO_DISABLE": "1"}.items():
+            os.environ.setdefault(name, value)
 
 
 def tensor_rank() -> tuple[int, int]:

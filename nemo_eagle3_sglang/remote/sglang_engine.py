@@ -162,7 +162,7 @@ class SGLangEngine:
         layers = ModelConfig.from_server_args(server_args).hf_text_config.num_hidden_layers
         ids = resolve_aux_layer_ids(aux_layer_ids, layers)
         os.environ[VARIABLE] = Settings(address, ids, request.capture, request.self_check, buffer_bytes).text()
-        versions.prepare_server_process()
+        versions.prepare_server_process(server_args.tp_size)
         logger.info(SWITCHED_OFF)
         asyncio.set_event_loop(loop)
         self._engine = sglang.Engine(server_args=server_args)

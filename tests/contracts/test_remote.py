@@ -106,6 +106,19 @@ def test_a_real_server_gives_the_states_of_transformers(world: World, reference:
     assert_equal(states(connect(world), asked), reference.states(asked))
 
 
+def test_a_target_sharded_over_two_ranks_gives_them_too(world: World, reference: RunnerSource):
+    log = world.folder / "tp.log"
+    # Beside the other server, which is idle; a vocabulary whose last shard is shorter than its padding.
+    with serving.serving(log, world.target, "--port", "0", "--dtype", "float32", "--tp-size", "2") as server:
+        provider = connect(world, server.url)
+        for asked in (sequences(5, 1, 7, 30), sequences(9, supervised=[]), sequences(*[3 + i % 5 for i in range(70)])):
+            assert_equal(states(provider, asked), reference.states(asked))
+        ids = torch.tensor([499, 3, 250, 0, 256])
+        model = tiny_models.make_model("llama")
+        assert torch.equal(provider.head_rows(ids).weight, model.lm_head.weight[ids])
+        assert torch.equal(provider.input_embeddings(), model.model.embed_tokens.weight)
+
+
 def test_prefixes_that_sglang_has_seen_are_run_again(world: World, reference: RunnerSource):
     asked = sequences(40, 40, 40)
     same = Sequences(np.tile(asked.tokens[:40], 3), asked.lengths, asked.supervised)
