@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-START_SECONDS = 240.0
+START_SECONDS = 600.0
 FOREIGN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "PYTEST_XDIST_WORKER", "NEMO_EAGLE3_SGLANG_TOKEN")
 
 

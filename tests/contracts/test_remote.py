@@ -25,7 +25,8 @@ from nemo_eagle3_sglang.remote.card import read_config
 from nemo_eagle3_sglang.remote.client import Remote, RemoteProvider, ServerError
 from nemo_eagle3_sglang.supervision.source import RunnerSource
 
-pytestmark = pytest.mark.slow
+# A server is four processes that import SGLang, and whatever else the cores have to do comes on top.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("nemo_automodel", reason="the recipe is AutoModel's")
 pytest.importorskip("sglang", reason="the target runs in SGLang")
 

@@ -150,6 +150,9 @@ def test_one_that_dies_of_the_same_micro_batch_twice_ends_the_run(source, monkey
     tell = source._tell
 
     def deadly(what, header, body=b""):
+        if header["op"] == "supervise":
+            # It must not have answered before it dies.
+            os.kill(source._process.pid, signal.SIGSTOP)
         tell(what, header, body)
         if header["op"] == "supervise":
             source._process.kill()

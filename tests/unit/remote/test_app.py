@@ -79,7 +79,10 @@ def body(metadata: dict[str, str] = META, **changes: Any) -> bytes:
 
 def asked(use: Callable[[TestClient], Awaitable[Any]], engine: Engine | None = None, secret: str | None = None) -> Any:
     async def run() -> Any:
-        async with TestClient(TestServer(app.Front(engine or Engine(), secret).app())) as client:
+        server = TestServer(app.Front(engine or Engine(), secret).app())
+        # Not the minute that it would give an idle connection.
+        await server.start_server(shutdown_timeout=0.2)
+        async with TestClient(server) as client:
             return await use(client)
 
     return asyncio.run(run())
