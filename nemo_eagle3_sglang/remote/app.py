@@ -13,6 +13,7 @@ replaced by another one in the middle of a run cannot answer in its place.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
 import json
@@ -40,6 +41,10 @@ MAX_TOKENS = 2**20
 # Of a request: three integers of eight bytes a token, and a header.
 MAX_BODY = 3 * 8 * MAX_TOKENS + frames.MAX_HEADER + 8
 OPEN_PATHS = ("/health",)
+# What is written at once, and how long a client may take to read it before it is taken to be gone: rows that nobody
+# reads hold memory that others wait for.
+PIECE = 2**20
+SEND_SECONDS = 120.0
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -105,6 +110,9 @@ class Front:
             secret = self._secret if request.path not in OPEN_PATHS else None
             if secret and not token.fits(request.headers.get("Authorization"), secret):
                 raise Problem(401, "token", "this server needs its token, in Authorization: Bearer TOKEN")
+            if "Content-Encoding" in request.headers:
+                # A few bytes could be made to fill memory.
+                raise Problem(415, "encoding", "this server takes bodies as they are, without Content-Encoding")
             response = await handler(request)
         except Problem as problem:
             response = _told(problem.status, problem.kind, str(problem))
@@ -221,10 +229,14 @@ def _integers(frame: frames.Frame, name: str, most: int, low: int, high: int) ->
 
 async def _frame(request: web.Request) -> frames.Frame:
     body = await request.read()
+    stream = io.BytesIO(body)
     try:
-        return frames.read(io.BytesIO(body).readinto, limit=len(body))
+        frame = frames.read(stream.readinto, limit=len(body))
     except frames.FrameError as error:
         raise Problem(400, "frame", str(error)) from error
+    if stream.tell() != len(body):
+        raise Problem(400, "frame", "bytes follow the frame")
+    return frame
 
 
 def _pieces(answer: Answer, sequences: Sequences, card: TargetCard, kind: str) -> list[bytes | memoryview]:
@@ -248,13 +260,32 @@ def _pieces(answer: Answer, sequences: Sequences, card: TargetCard, kind: str) -
 
 
 async def _send(request: web.Request, pieces: list[bytes | memoryview]) -> web.StreamResponse:
+    """Send a frame.
+
+    When this returns, no part of ``pieces`` is in use: what is not with the kernel yet is a copy (asyncio may keep a
+    view of what it is given beyond the call, and the engine writes over rows that are released).
+
+    Raises:
+        ConnectionError: The client is gone, or reads no more; or the rows could not be read. A response that has begun
+            is never completed with anything else.
+    """
     response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
     response.content_length = sum(map(len, pieces))
     await response.prepare(request)
-    for piece in pieces:
-        if len(piece):
-            await response.write(piece)
-    await response.write_eof()
+    try:
+        for piece in pieces:
+            for start in range(0, len(piece), PIECE):
+                part = bytes(piece[start : start + PIECE])
+                await asyncio.wait_for(response.write(part), SEND_SECONDS)
+        await response.write_eof()
+    except BaseException as error:
+        if request.transport is not None:
+            request.transport.abort()
+        if isinstance(error, ConnectionError) or not isinstance(error, Exception):
+            raise
+        if not isinstance(error, TimeoutError):
+            logger.exception("%s %s failed in its answer", request.method, request.path)
+        raise ConnectionResetError("the answer ends early") from error
     return response
 
 

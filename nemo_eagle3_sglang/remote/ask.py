@@ -14,7 +14,13 @@ import numpy as np
 
 PREFIX = "eagle3"
 ROWS = ("native", "fp8")
-_FORM = re.compile(rf"{PREFIX}:(?P<name>[0-9a-f]+):(?P<rows>[a-z0-9]+):(?P<length>\d+):(?P<runs>[\d+,]*)\Z", re.ASCII)
+# Numbers of so many digits hold any context, and no array of so many indices is a burden.
+_NUMBER = r"\d{1,8}"
+_RUN = rf"{_NUMBER}\+{_NUMBER}"
+_FORM = re.compile(
+    rf"{PREFIX}:(?P<name>[0-9a-f]+):(?P<rows>{'|'.join(ROWS)}):(?P<length>{_NUMBER}):(?P<runs>({_RUN}(,{_RUN})*)?)\Z",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,15 @@ def parse(rid: str) -> Ask | None:
     found = _FORM.match(rid)
     if found is None:
         return None
-    runs = (run.split("+") for run in found["runs"].split(",") if run)
-    return Ask(found["name"], int(found["length"]), _indices((int(a), int(b)) for a, b in runs), found["rows"])
+    length, end = int(found["length"]), -1
+    runs = []
+    for run in found["runs"].split(",") if found["runs"] else []:
+        start, count = map(int, run.split("+"))
+        if start <= end or not count or start + count > length:
+            return None
+        end = start + count
+        runs.append((start, count))
+    return Ask(found["name"], length, _indices(runs), found["rows"]) if length else None
 
 
 def _runs(indices: np.ndarray) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ import torch
 _LENGTH = struct.Struct("<Q")
 MAX_HEADER = 2**20
 MAX_DIMENSIONS = 4
+_LARGEST = 2**48
 DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -128,10 +129,12 @@ def parse(text: bytes) -> tuple[list[Entry], dict[str, str]]:
     """Return the tensors of a header, in the order of their data, and its metadata.
 
     Raises:
-        FrameError: It is no header, or the tensors leave gaps or overlap.
+        FrameError: It is no header, names something twice, or the tensors leave gaps or overlap.
     """
     try:
-        fields = json.loads(text)
+        fields = json.loads(text.decode(), object_pairs_hook=_table)
+    except FrameError:
+        raise
     except (ValueError, RecursionError) as error:
         raise FrameError("the header is no JSON") from error
     if not isinstance(fields, dict):
@@ -148,6 +151,14 @@ def parse(text: bytes) -> tuple[list[Entry], dict[str, str]]:
     return entries, metadata
 
 
+def _table(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        # Which of the two is meant, every reader would answer in its own way.
+        raise FrameError("the header names something twice")
+    return found
+
+
 def _entry(name: str, field: object) -> Entry:
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
         raise FrameError(f"{name!r} has not dtype, shape and data_offsets")
@@ -155,12 +166,18 @@ def _entry(name: str, field: object) -> Entry:
     shape, offsets = field["shape"], field["data_offsets"]
     if dtype is None:
         raise FrameError(f"{name!r} has a dtype that is not taken")
-    if not _sizes(shape) or len(shape) > MAX_DIMENSIONS or not _sizes(offsets) or len(offsets) != 2:
+    if not _sizes(shape, MAX_DIMENSIONS) or not _sizes(offsets, 2) or len(offsets) != 2:
         raise FrameError(f"{name!r} has no shape or no offsets")
+    if math.prod(max(size, 1) for size in shape) >= _LARGEST:
+        # Of an empty tensor too: torch multiplies the sizes beside the 0.
+        raise FrameError(f"{name!r} is too large")
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise FrameError(f"{name!r} has {offsets[1] - offsets[0]} bytes for {shape}")
     return Entry(name, dtype, tuple(shape), offsets[0], offsets[1])
 
 
-def _sizes(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)
+def _sizes(values: object, most: int) -> bool:
+    """Return whether these are at most ``most`` sizes."""
+    if not isinstance(values, list) or len(values) > most:
+        return False
+    return all(type(value) is int and 0 <= value < _LARGEST for value in values)

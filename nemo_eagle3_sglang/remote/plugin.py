@@ -197,6 +197,7 @@ class Target:
         Raises:
             CaptureError: The forward did not run over exactly the tokens that were asked for.
             Full: Nobody fetches what is there already.
+            ConfigError: There is no memory for so many rows.
         """
         assert self._capture is not None
         lengths, prefixes = list(batch.extend_seq_lens_cpu), list(batch.extend_prefix_lens_cpu)
@@ -284,6 +285,7 @@ class Line:
 
         Raises:
             Full: See :class:`Pool`.
+            ConfigError: See :class:`Pool`.
         """
         kinds = {a.rows for a in asks}
         packed = {kind: rows.pack(states, kind) for kind in kinds}
@@ -307,7 +309,12 @@ class Line:
                 tensors[name] = [place["offset"] + at * place["row"], count * place["row"]]
             requests.append({"name": a.name, "tensors": tensors})
             token, position = token + a.length, position + len(a.supervised)
-        header = {"buffer": buffer.number, "size": len(buffer.memory), "requests": requests}
+        header = {
+            "buffer": buffer.number,
+            "size": len(buffer.memory),
+            "requests": requests,
+            "dropped": self._pool.dropped(),
+        }
         self.tell(header, None if buffer.shared else buffer.fd)
         buffer.shared = True
 

@@ -116,7 +116,10 @@ def _open(
 
 async def _answer(target: TargetEngine, host: str, port: int, secret: str | None) -> int:
     """Listen until a signal comes or the engine ends, and let what is under way be finished."""
-    runner = web.AppRunner(Front(target, secret).app(), access_log=None, shutdown_timeout=GRACE_SECONDS)
+    # Nothing is decompressed, not even to be refused.
+    runner = web.AppRunner(
+        Front(target, secret).app(), access_log=None, shutdown_timeout=GRACE_SECONDS, auto_decompress=False
+    )
     await runner.setup()
     site = web.TCPSite(runner, host, port)
     try:
@@ -129,10 +132,11 @@ async def _answer(target: TargetEngine, host: str, port: int, secret: str | None
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     card = target.card
     bound = runner.addresses[0][1]
+    shown = f"[{host}]" if ":" in host else host
     print(
         f"{card.name} on {card.engine}: {card.info.num_hidden_layers} layers, aux layers {card.plan.trained}, "
         f"{str(card.dtype).removeprefix('torch.')}, sequences up to {card.limit} tokens\n"
-        f"Ready. In the recipe: target_model_backend: remote, remote_urls: [http://{host}:{bound}]",
+        f"Ready. In the recipe: target_model_backend: remote, remote_urls: [http://{shown}:{bound}]",
         flush=True,
     )
     while not stop.is_set() and target.alive():

@@ -117,6 +117,7 @@ class _Worker:
     sock: socket.socket
     buffers: dict[int, torch.Tensor] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
+    sending: threading.Lock = field(default_factory=threading.Lock)
 
 
 class SGLangEngine:
@@ -300,6 +301,8 @@ class SGLangEngine:
 
     def _rows(self, worker: _Worker, header: dict[str, Any], fd: int | None) -> None:
         number = header["buffer"]
+        for dropped in header["dropped"]:
+            worker.buffers.pop(dropped, None)
         if fd is not None:
             worker.buffers[number] = view_of(fd, header["size"])
         memory = memoryview(worker.buffers[number].numpy())
@@ -322,7 +325,9 @@ class SGLangEngine:
             if worker.held[number]:
                 return
         try:
-            wire.send(worker.sock, {"release": number})
+            # The event loop and the worker's own reader both give back; their frames must not mix.
+            with worker.sending:
+                wire.send(worker.sock, {"release": number})
         except wire.PeerGone:
             self._closed = True
 

@@ -26,7 +26,7 @@ def find(path: str | None, where: str) -> str | None:
     if path is not None:
         try:
             token, source = Path(path).read_text(encoding="utf-8").strip(), f"{where}: {path}"
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{where}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     else:
         token, source = os.environ.get(VARIABLE, "").strip(), VARIABLE
